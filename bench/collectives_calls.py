@@ -36,7 +36,7 @@ def sparse(training: Training, gradient: torch.Tensor) -> Times:
     begin, sent = time.perf_counter(), comm.bytes_sent
     sparse = training.feedback.compress("x", gradient, select=prescribed)
     selected = time.perf_counter()
-    schedule, facts = prepare(sparse, comm, k, training.name, None, state)
+    schedule, facts = prepare(sparse, comm, k, algorithm=training.name, state=state)
     prepared = time.perf_counter()
     training.wait()
     called = time.perf_counter()

@@ -134,7 +134,7 @@ def _synchronous(comm: Communicator, batch: int) -> dict[str, float]:
     return {**_measured(step, comm), "hidden": 0.0}
 
 
-def _periodic(kind: type[PeriodicAveraging], comm: Communicator, batch: int) -> dict[str, float]:
+def _periodic(kind: Callable[..., PeriodicAveraging], comm: Communicator, batch: int) -> dict[str, float]:
     task = Task(comm.rank, batch)
     optimizer = kind(task.inner, comm=comm, sync_every=EVERY)
 

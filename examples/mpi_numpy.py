@@ -8,7 +8,7 @@ sends k of n entries of its gradient a step; what is not sent waits in its resid
 
 import numpy as np
 from mpi4py import MPI
-from sparse_collectives import DenseReduction, sparse_allreduce
+from sparse_collectives import DenseReduction, sparse_allreduce_array
 
 SHAPE, K, STEPS, RATE = (40, 25), 100, 600, 0.1
 
@@ -19,7 +19,7 @@ def main(comm: MPI.Comm) -> float:
     x, residual = np.zeros_like(b), np.zeros_like(b)
     for step in range(STEPS):
         accumulated = residual + (x - b)
-        reduced: DenseReduction[np.ndarray] = sparse_allreduce(accumulated, comm, k=K, algorithm="spardl")
+        reduced: DenseReduction[np.ndarray] = sparse_allreduce_array(accumulated, comm, k=K, algorithm="spardl")
         residual = reduced.dropped  # all that was not sent, and what was cut on the way
         x -= RATE * (1 - step / STEPS) * reduced.total / comm.size
     return float(np.abs(x - comm.allreduce(b) / comm.size).max())

@@ -18,7 +18,6 @@ from sparse_compress import (
     ByParts,
     Compressor,
     DGCTopK,
-    FusedCompressor,
     GaussianK,
     RandomK,
     SparseVector,
@@ -110,8 +109,8 @@ def train(comm: Communicator, number: int) -> tuple[str, float, float]:
 
 
 def _said(compressor: Compressor) -> str:
-    kinds = {"keeps state": StatefulCompressor, "fused with error feedback": FusedCompressor}
-    said = [kind for kind, protocol in kinds.items() if isinstance(compressor, protocol)]
+    kinds = {"keeps state": isinstance(compressor, StatefulCompressor), "fused": hasattr(compressor, "step")}
+    said = [kind for kind, holds in kinds.items() if holds]
     return f"{type(compressor).__name__}{f' ({said[0]})' if said else ''}"
 
 

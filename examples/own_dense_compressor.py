@@ -68,5 +68,6 @@ def train(comm: Communicator, algorithm: str | DenseCompressor) -> str:
 
 
 if __name__ == "__main__":
-    for name, way in {"dense": "dense", "signs": Signs()}.items():
+    ways: dict[str, str | DenseCompressor] = {"dense": "dense", "signs": Signs()}
+    for name, way in ways.items():
         print(f"{name}: {SimulatedWorld(RANKS).run(partial(train, algorithm=way))[0]}")

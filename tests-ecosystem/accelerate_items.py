@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 from by_hand import RATE, SETTINGS, UPDATES
 from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
-from data_parallel.integrations.accelerate import distributed_optimizer, sparse_gradients
+from data_parallel.integrations.accelerate import sparse_gradients, update_optimizer
 from items import collector
 
 ITEMS = []
@@ -138,7 +138,7 @@ def with_adam(accelerator):
     model = by_hand.network()
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    return model, distributed_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)
+    return model, update_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)
 
 
 def ahead_trained(accelerator, model, optimizer, *, epochs, autocast=None):
@@ -155,13 +155,13 @@ def ahead_trained(accelerator, model, optimizer, *, epochs, autocast=None):
     return model
 
 
-@item("DistributedOptimizer, with Adam", "no DDP; same bits as a loop by hand with ahead()")
+@item("UpdateOptimizer, with Adam", "no DDP; same bits as a loop by hand with ahead()")
 def optimizer(folder):
     accelerator = accelerator_of()
     model = by_hand.network()
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # ours
-    optimizer = distributed_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)  # ours
+    optimizer = update_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)  # ours
     for batch in [batch for _ in range(4) for batch in by_hand.loader()]:
         optimizer.zero_grad()
         with optimizer.ahead():  # ours
@@ -171,7 +171,7 @@ def optimizer(folder):
     assert by_hand.accuracy(model) > 0.5
 
 
-@item("DistributedOptimizer, save_state and load_state", "same bits as without a stop")
+@item("UpdateOptimizer, save_state and load_state", "same bits as without a stop")
 def optimizer_resume(folder):
     accelerator = accelerator_of()
     ahead_trained(accelerator, *with_adam(accelerator), epochs=2)
@@ -182,14 +182,14 @@ def optimizer_resume(folder):
     assert by_hand.same_as_ahead(ahead_trained(accelerator, model, optimizer, epochs=2))
 
 
-@item("DistributedOptimizer, accelerator.accumulate", "same bits as by hand, each backward inside ahead()")
+@item("UpdateOptimizer, accelerator.accumulate", "same bits as by hand, each backward inside ahead()")
 def optimizer_accumulation(folder):
     accelerator = accelerator_of(gradient_accumulation_steps=3)
     found = ahead_trained(accelerator, *with_adam(accelerator), epochs=2)
     assert by_hand.same_as_ahead(found, epochs=2, accumulate=3)
 
 
-@item("DistributedOptimizer, a GradScaler in accelerator.scaler", "same bits as by hand, skipped steps included")
+@item("UpdateOptimizer, a GradScaler in accelerator.scaler", "same bits as by hand, skipped steps included")
 def optimizer_scaler(folder):
     accelerator, other = scaling()
     found = ahead_trained(accelerator, *with_adam(accelerator), epochs=2, autocast=torch.float16)
@@ -206,6 +206,6 @@ def unfit(folder):
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     exchanging = DistributedOptimizer(inner, model.named_parameters(), **SETTINGS)
     model, _ = accelerator.prepare(model, exchanging)
-    with pytest.raises(TypeError, match="exchanges gradients itself"):
+    with pytest.raises(TypeError, match="exchanges by itself"):
         sparse_gradients(accelerator, model, **SETTINGS)
     dist.barrier()

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
+from data_parallel import SparseHookState, UpdateOptimizer, sparse_hook
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 BATCH, BATCHES, RATE = 16, 12, 0.1
 SETTINGS = {"density": 0.05, "momentum": 0.9}
-UPDATES = {"sends": "updates", "density": 0.05}
+UPDATES = {"density": 0.05}
 AHEAD = "DDP exchanges nothing; same bits as a loop by hand with ahead(), resumed or not"
 
 
@@ -89,7 +89,7 @@ def trained_by_hand(*, epochs=2, accumulate=1, autocast=None, scaler=None, setti
 def updating(model, **options):
     """Adam, of which ranks exchange what it would do."""
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
-    return DistributedOptimizer(adam, model.named_parameters(), **UPDATES, **options)
+    return UpdateOptimizer(adam, model.named_parameters(), **UPDATES, **options)
 
 
 def trained_with_adam(*, epochs=4, accumulate=1, scaler=None):

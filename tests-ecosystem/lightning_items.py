@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_hand import RATE, SETTINGS, UPDATES
-from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
+from data_parallel import SparseHookState, UpdateOptimizer, sparse_hook
 from data_parallel.integrations.lightning import DistributedOptimizers, SparseGradients
 from items import collector
 from lightning.pytorch import LightningModule, Trainer
@@ -126,11 +126,11 @@ def skipping(module):
     return by_hand.updating(module, nonfinite="skip")
 
 
-@item("DistributedOptimizer, with Adam", by_hand.AHEAD)
+@item("UpdateOptimizer, with Adam", by_hand.AHEAD)
 def optimizer(folder):
     def adam(module):
         optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
-        return DistributedOptimizer(optimizer, module.named_parameters(), **UPDATES)  # ours
+        return UpdateOptimizer(optimizer, module.named_parameters(), **UPDATES)  # ours
 
     callbacks = [DistributedOptimizers()]  # ours
     file = folder / "half.ckpt"
@@ -142,13 +142,13 @@ def optimizer(folder):
     assert by_hand.accuracy(module.network) > 0.6
 
 
-@item("DistributedOptimizer, accumulate_grad_batches=3", "same bits as by hand, each backward inside ahead()")
+@item("UpdateOptimizer, accumulate_grad_batches=3", "same bits as by hand, each backward inside ahead()")
 def optimizer_accumulation(folder):
     module = fitted(folder, DistributedOptimizers(), optimizer=by_hand.updating, accumulate_grad_batches=3)
     assert by_hand.same_as_ahead(module, epochs=2, accumulate=3)
 
 
-@item('DistributedOptimizer, precision="16-mixed"', "same bits as by hand with a GradScaler, inside ahead()")
+@item('UpdateOptimizer, precision="16-mixed"', "same bits as by hand with a GradScaler, inside ahead()")
 def optimizer_fp16(folder):
     plugins = [MixedPrecision("16-mixed", "cpu", scaler())]
     module = fitted(folder, DistributedOptimizers(), optimizer=skipping, plugins=plugins)
@@ -172,7 +172,7 @@ class ByHand(Digits):
         optimizer.zero_grad()
 
 
-@item("DistributedOptimizer, manual optimization", "same bits as by hand")
+@item("UpdateOptimizer, manual optimization", "same bits as by hand")
 def optimizer_manual(folder):
     module = ByHand()
     trainer(folder, DistributedOptimizers(), epochs=2).fit(module, by_hand.loader())
@@ -192,7 +192,7 @@ def of_rank_0_only(folder):
 
 @item("both, or a strategy without DDP", "an error before the first step")
 def unfit(folder):
-    with pytest.raises(TypeError, match="exchanges gradients itself: take DistributedOptimizers"):
+    with pytest.raises(TypeError, match="exchanges by itself: take DistributedOptimizers"):
         fitted(folder, SparseGradients(**SETTINGS), optimizer=by_hand.updating)
-    with pytest.raises(TypeError, match="expected DistributedOptimizer for each"):
+    with pytest.raises(TypeError, match="expected DistributedOptimizer or UpdateOptimizer for each"):
         fitted(folder, DistributedOptimizers())

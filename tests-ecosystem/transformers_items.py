@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_hand import RATE, SETTINGS, UPDATES
-from data_parallel import DistributedOptimizer
+from data_parallel import DistributedOptimizer, UpdateOptimizer
 from data_parallel.integrations.transformers import DistributedOptimizers, SparseGradients
 from items import collector
 from torch import nn
@@ -140,11 +140,11 @@ def updated(folder, *, resume=None, **options):
     return trainer.model
 
 
-@item("DistributedOptimizer, with Adam", by_hand.AHEAD)
+@item("UpdateOptimizer, with Adam", by_hand.AHEAD)
 def optimizer(folder):
     def adam(model):
         inner = torch.optim.Adam(model.parameters(), lr=0.003)
-        return DistributedOptimizer(inner, model.named_parameters(), **UPDATES)  # ours
+        return UpdateOptimizer(inner, model.named_parameters(), **UPDATES)  # ours
 
     trainer = trainer_of(folder, adam, epochs=4)
     trainer.add_callback(DistributedOptimizers(trainer))  # ours
@@ -156,7 +156,7 @@ def optimizer(folder):
     assert by_hand.accuracy(model.network) > 0.5
 
 
-@item("DistributedOptimizer, gradient_accumulation_steps=3", "same bits as by hand, each backward inside ahead()")
+@item("UpdateOptimizer, gradient_accumulation_steps=3", "same bits as by hand, each backward inside ahead()")
 def optimizer_accumulation(folder):
     model = updated(folder, gradient_accumulation_steps=3)
     assert by_hand.same_as_ahead(model, epochs=2, accumulate=3)
@@ -170,5 +170,5 @@ def unfit(folder):
 
     trainer = trainer_of(folder, exchanging)
     trainer.add_callback(SparseGradients(trainer, **SETTINGS))
-    with pytest.raises(TypeError, match="exchanges gradients itself: take DistributedOptimizers"):
+    with pytest.raises(TypeError, match="exchanges by itself: take DistributedOptimizers"):
         trainer.train()

@@ -310,7 +310,7 @@ def one_file_of_all_ranks_resumes_with_the_same_bits():
         dist.all_reduce(other, group=whole.mesh["between"].get_group())
         assert torch.equal(kept, other / 2)
     if dist.get_rank() == 3:
-        whole.state._exchange.settle = None  # nothing can be had of this rank
+        whole.state._exchange.commit_or_rollback = None  # nothing can be had of this rank
     with pytest.raises(CollectiveError if dist.get_rank() < 3 else TypeError):
         whole.state.gathered_state_dict()
 
@@ -444,7 +444,7 @@ def nothing_of_a_step_is_kept_after_the_next():
     run = Run()
     for step in range(4):
         run.step(step)
-        assert 0 < len(run.state._exchange.tally._step) <= 3  # of three modules
+        assert 0 < len(run.state._exchange._tally._step) <= 3  # of three modules
 
 
 def a_bad_match_of_optimizer_is_said_once():

@@ -84,7 +84,7 @@ def a_state_loaded_before(rendezvous):
 
 
 def a_state_that_is_never_asked(rendezvous):
-    """As a framework does that ignores hooks: said once, by its own optimizer's step."""
+    """As a framework does that ignores hooks: said once, by its own optimizer's step. Without names nobody can tell."""
     for named in (True, False):
         model = model_of()
         state = SparseHookState(named_parameters=model.named_parameters() if named else ())
@@ -96,15 +96,12 @@ def a_state_that_is_never_asked(rendezvous):
             warnings.simplefilter("always")
             for step in range(25):
                 unrelated.step()
-                assert not (named and caught)
+                assert step or not caught
                 backward(ddp, step, rendezvous)
                 optimizer.step()
                 optimizer.zero_grad()
-                if named:
-                    break
         said = [str(warning.message) for warning in caught if "SparseHookState" in str(warning.message)]
-        assert len(said) == 1
-        assert "the hook is not registered" in said[0]
+        assert ["the hook is not registered" in one for one in said] == [True] * named
         del state
         dist.destroy_process_group()
 

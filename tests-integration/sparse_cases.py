@@ -9,7 +9,13 @@ import torch
 from communicators import SimulatedWorld, allgather, testing
 from data_parallel import DistributedOptimizer
 from data_parallel.schemes.choose import COMPRESSORS
-from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_async
+from sparse_collectives import (
+    ALGORITHMS,
+    sparse_allreduce,
+    sparse_allreduce_array,
+    sparse_allreduce_array_async,
+    sparse_allreduce_async,
+)
 from sparse_collectives.algorithms.table import resolve
 from sparse_compress import SparseVector, TopK, topk
 from torch import nn
@@ -38,7 +44,7 @@ def laws(comm):
 
             def traffic(rank, size, entry=entry, k=k, numel=numel, dtype=dtype):
                 sent = entry.sent(rank, size, k, numel, dtype)
-                return testing.Traffic(sent.nbytes, sent.messages)
+                return (sent.nbytes, sent.messages)
 
             testing.check_laws(
                 lambda c, sparse, name=name, options=options, k=k: sparse_allreduce(
@@ -98,7 +104,8 @@ def inputs_may_change_at_once(comm):
             whole = name == "dense" and call % 2
             k = {} if whole else {"k": 600}
             given = x.numpy() if call % 2 else topk(x, 600)
-            works.append(sparse_allreduce_async(given, comm, algorithm=name, **k))
+            start = sparse_allreduce_array_async if call % 2 else sparse_allreduce_async
+            works.append(start(given, comm, algorithm=name, **k))
             (x if call % 2 else given.values).fill_(777)
         for call, work in enumerate(works):
             total = work.wait().total
@@ -177,7 +184,7 @@ def wrong_arguments(comm):
     for wrong, error, said in (
         (lambda: sparse_allreduce(sparse, comm, k=0), ValueError, "expected the most entries"),
         (lambda: sparse_allreduce(sparse, comm, k=3, algorithm="topk"), ValueError, "known: dense"),
-        (lambda: sparse_allreduce(torch.ones(9).to_sparse(), comm, k=3), TypeError, "use .to_dense"),
+        (lambda: sparse_allreduce_array(torch.ones(9).to_sparse(), comm, k=3), TypeError, "use .to_dense"),
         (lambda: sparse_allreduce([1.0], comm, k=3), TypeError, "expected a SparseVector"),
         (lambda: sparse_allreduce(topk(torch.ones(0), 3), comm, k=3), ValueError, "nothing to sum"),
         (lambda: topk(torch.ones(9, dtype=torch.int64), 3), TypeError, "expected"),

@@ -83,7 +83,7 @@ SUMS = """
 import sys, zlib
 import torch
 from communicators import CollectiveError, allreduce, as_communicator, leave
-from sparse_collectives import sparse_allreduce
+from sparse_collectives import sparse_allreduce_array
 world, algorithms = sys.argv[1], sys.argv[2:]
 if world == "mpi":
     from mpi4py import MPI
@@ -97,7 +97,7 @@ try:
         if algorithm == "dense":
             total = allreduce(x, comm, native=False)
         else:
-            total = sparse_allreduce(x, comm, k=6000, algorithm=algorithm).total
+            total = sparse_allreduce_array(x, comm, k=6000, algorithm=algorithm).total
         print(f"{comm.rank}|{step}|{zlib.crc32(total.numpy()):08x}", flush=True)
 except CollectiveError as error:
     print(f"{comm.rank}|error|{error}", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from typing import TypedDict, Unpack, is_typeddict
 
 import pytest
 
@@ -55,19 +56,40 @@ def entries(text, *sections):
 
 
 def keywords(each):
-    """What a caller may give by name only, and whether all else may be given so too."""
+    """What a caller may give by name only, and all that it may give."""
     function = each if inspect.isfunction(each) else each.__init__
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}, {p.name for p in parameters}
+
+
+def unpacked(each):
+    """The TypedDict whose keys a function, or a class, takes as keywords; None without one."""
+    function = each if inspect.isfunction(each) else each.__init__
+    for p in inspect.signature(function).parameters.values():
+        if p.kind is p.VAR_KEYWORD and (said := re.fullmatch(r".*Unpack\[([\w.]+)\]", str(p.annotation))):
+            return getattr(importlib.import_module(function.__module__), said[1].rpartition(".")[2])
+    return None
+
+
+def keys_described(settings):
+    """Keys that a TypedDict's docstring describes, or that of a public class which it names."""
+    package, own = importlib.import_module(settings.__module__.partition(".")[0]), settings.__doc__ or ""
+    named = [getattr(package, word, None) for word in re.findall(r"`(\w+)`", own)]
+    texts = [own, *(each.__doc__ or "" for each in named if inspect.isclass(each))]
+    return set().union(*(entries(inspect.cleandoc(text), "Args", "Attributes") for text in texts))
 
 
 def faults(name, each):
     """What a docstring's reader would miss."""
     text = inspect.cleandoc(each.__doc__ or "")
     told = {entry.lstrip("*") for entry in entries(text, "Args")}
-    required, known = keywords(each) if inspect.isfunction(each) or "__init__" in vars(each) else (set(), set())
+    takes = inspect.isfunction(each) or ("__init__" in vars(each) and not is_typeddict(each))
+    required, known = keywords(each) if takes else (set(), set())
     if text.startswith("See `"):
         return  # where it is described
+    settings = each if inspect.isclass(each) and is_typeddict(each) else unpacked(each) if takes else None
+    if settings is not None and (missing := set(settings.__annotations__) - keys_described(settings)):
+        yield f"{name}: {settings.__name__} does not say what {sorted(missing)} are"
     if missing := required - told - entries(text, "Attributes"):
         yield f"{name}: Args does not say what {sorted(missing)} are"
     if told - known:
@@ -112,6 +134,29 @@ def test_a_docstring_in_another_form_is_seen():
         """
 
     assert list(faults("other", other)) == ["other: Args tells of ['c'], which it does not take"]
+
+
+class Known(TypedDict, total=False):
+    """Settings.
+
+    Attributes:
+        a: One.
+    """
+
+    a: int
+    b: int
+
+
+def test_keys_of_an_unpacked_typed_dict_are_keywords_that_are_described():
+    def one(**settings: Unpack[Known]):
+        """Does it.
+
+        Args:
+            settings: Keywords of `Known`.
+        """
+
+    assert list(faults("one", one)) == ["one: Known does not say what ['b'] are"]
+    assert list(faults("Known", Known)) == ["Known: Known does not say what ['b'] are"]
 
 
 def examples():

@@ -8,7 +8,7 @@ from itertools import pairwise
 SCRIPT = """
 import json, sys
 import torch, torch.distributed as dist
-from communicators.tracing import recording, write_trace
+from communicators import tracing
 from data_parallel import SparseHookState, sparse_hook
 from torch import nn
 
@@ -29,7 +29,7 @@ def step():
 for _ in range(2):  # DDP cuts its buckets anew after the first step
     step()
 before, sent = state.stats(), state.comm.bytes_sent
-with recording() as recorded:
+with tracing.recording() as recorded:
     step()
 stats = state.stats()
 assert stats["bytes_sent"] - before["bytes_sent"] == state.comm.bytes_sent - sent > 0
@@ -39,7 +39,7 @@ assert abs(stats["seconds_hidden"] + stats["seconds_waited"] - stats["seconds_ex
 assert stats["residual_norm"] > 0 and stats["density"] == 0.05 and stats["steps"] == 3, stats
 assert "rank 0 of 2" in repr(state) or dist.get_rank(), state
 if dist.get_rank() == 0:
-    write_trace(recorded, sys.argv[1])
+    tracing.write_trace(recorded, sys.argv[1])
 dist.destroy_process_group()
 """
 

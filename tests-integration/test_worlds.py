@@ -220,10 +220,10 @@ import time
 import torch
 from mpi4py import MPI
 from communicators import CollectiveError, as_communicator
-from sparse_collectives import sparse_allreduce
+from sparse_collectives import sparse_allreduce_array
 world, called, one, other = (MPI.COMM_WORLD.Dup() for _ in range(4))
 ways = {
-    "call": lambda: sparse_allreduce(torch.ones(9), called, k=3, timeout=2),
+    "call": lambda: sparse_allreduce_array(torch.ones(9), called, k=3, timeout=2),
     "order": lambda: [as_communicator(comm, timeout=2) for comm in ((one, other) if world.rank else (other, one))],
     "as_communicator": lambda: as_communicator(world, timeout=2),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from communicators import as_communicator
-from data_parallel import DistributedOptimizer
+from data_parallel import DistributedOptimizer, UpdateOptimizer
 from ddp_cases import Linear, Run, gradients_of
 from torch.distributed.algorithms.join import Join
 
@@ -17,10 +17,10 @@ def steps_here():
     return 2 + 2 * dist.get_rank()
 
 
-def made(**options):
+def made(kind=DistributedOptimizer, **options):
     model = Linear()
     inner = torch.optim.SGD(model.parameters(), lr=1.0, momentum=options.pop("after", 0.0))
-    return model, inner, DistributedOptimizer(inner, model.named_parameters(), **{"density": 0.1, **options})
+    return model, inner, kind(inner, model.named_parameters(), **{"density": 0.1, **options})
 
 
 def train(model, optimizer, steps, by_hand=False):
@@ -50,7 +50,7 @@ def agreed(tensors):
 def an_optimizer_joins():
     """Nothing is lost, and all ranks end with the same bits, whoever had most inputs."""
     ways = [{}, {"overlap": True}, {"algorithm": "spardl"}, {"algorithm": "dense"}, {"nonfinite": "skip"}]
-    for options in [*ways, {"by_hand": True}, {"sends": "updates"}]:
+    for options in [*ways, {"by_hand": True}, {"kind": UpdateOptimizer}]:
         by_hand = options.pop("by_hand", False)
         model, _, optimizer = made(**options)
         with Join([optimizer]):
@@ -58,16 +58,16 @@ def an_optimizer_joins():
         assert agreed(model.parameters())
         kept = optimizer.state_dict()["distributed"]["residuals"]
         for name, p in model.named_parameters():
-            total = given[name] - kept.get(name, 0) if options.get("sends") is None else -given[name] - kept[name]
+            total = given[name] - kept.get(name, 0) if "kind" not in options else -given[name] - kept[name]
             dist.all_reduce(total)
-            applied = -p.detach() if options.get("sends") is None else p.detach()
+            applied = -p.detach() if "kind" not in options else p.detach()
             assert torch.allclose(total / dist.get_world_size(), applied, atol=1e-4), (options, name)
         train(model, optimizer, 2)  # goes on
         assert agreed(model.parameters())
 
 
 def who_has_finished_is_not_told_how_to_make_gradients():
-    model, _, optimizer = made(sends="updates")
+    model, _, optimizer = made(UpdateOptimizer)
     with warnings.catch_warnings(), Join([optimizer]):
         warnings.simplefilter("error")
         for step in range(steps_here()):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from communicators.background.transport_communicator import TransportCommunicator
-from communicators.worlds.nccl.untagged import UntaggedTransport
-from communicators.worlds.process_group import ProcessGroupTransport, Rendezvous
-from communicators.worlds.stores import store_of
-from communicators.worlds.waiters import WAIT, Waiters
+from communicators.worlds.gloo import WAIT, GlooTransport, Waiters
+from communicators.worlds.meeting import Rendezvous, store_of
+from communicators.worlds.nccl import UntaggedTransport
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 TAG = 0
@@ -16,7 +15,7 @@ TAG = 0
 
 def untagged_communicator(group, device_type="cpu"):
     """Of the ranks of a process group; what depends on data goes by the group itself."""
-    tagged = ProcessGroupTransport(Rendezvous.of(group, store_of(group)))
+    tagged = GlooTransport(Rendezvous.of(group, store_of(group)))
     line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size(), device_type)
     return TransportCommunicator(UntaggedTransport(tagged, line))
 

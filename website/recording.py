@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from communicators import Communicator, Link, SimulatedWorld
 from communicators.simulated import event_loop
-from communicators.simulated.ports import Message, Ports
+from communicators.simulated.network import Message, Ports
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from communicators import as_communicator
 from data_parallel import DistributedOptimizer
 from data_parallel.schemes.choose import COMPRESSORS
 from sparse_collectives import ALGORITHMS
-from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
-from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
+from sparse_collectives import DENSE_WIRES as KNOWN_DENSE_WIRES
+from sparse_collectives import WIRES as KNOWN_WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flag import Flag

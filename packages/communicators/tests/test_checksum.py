@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from communicators.background.checksum import COLUMNS, checksum
+from communicators.background.call import COLUMNS, checksum
 from hypothesis import given
 from hypothesis import strategies as st
 

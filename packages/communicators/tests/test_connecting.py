@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch.distributed as dist
-from communicators.worlds import process_group
-from communicators.worlds.gloo_group import GlooGroup
-from communicators.worlds.process_group import ProcessGroupTransport, Rendezvous
+from communicators.worlds import gloo
+from communicators.worlds.gloo import GlooGroup, GlooTransport
+from communicators.worlds.meeting import Rendezvous
 
 
 @pytest.mark.parametrize("late", range(3))
@@ -22,11 +22,11 @@ def test_no_rank_goes_on_before_all_are_connected(monkeypatch, late):
             may_end.wait(60)
         return made
 
-    monkeypatch.setattr(process_group, "GlooGroup", connected)
+    monkeypatch.setattr(gloo, "GlooGroup", connected)
     store = dist.HashStore()
 
     def opened_and_closed(rank):
-        transport = ProcessGroupTransport(Rendezvous(rank, 3, store, store), 60.0)
+        transport = GlooTransport(Rendezvous(rank, 3, store, store), 60.0)
         transport.close()
 
     with ThreadPoolExecutor(3) as pool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from communicators import CollectiveError, SimulatedWorld, run, testing
-from communicators.background.abort import CONTROL_BYTES, Control
-from communicators.background.facts import FACTS_BYTES, agreement
+from communicators.background.call import FACTS_BYTES, agreement
+from communicators.background.control import CONTROL_BYTES, Control
 from hypothesis import given
 from hypothesis import strategies as st
 

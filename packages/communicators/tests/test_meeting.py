@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 from communicators import CollectiveError
-from communicators.worlds.stores import meet
+from communicators.worlds.meeting import meet
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from communicators.worlds.nccl import point_to_point as nccl
+from communicators.worlds import nccl
 from torch._C import _distributed_c10d
 
 HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")

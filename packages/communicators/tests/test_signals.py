@@ -11,7 +11,7 @@ import torch
 from communicators import CollectiveError, Elapse, Link, SimulatedWorld, allreduce, start, testing
 from communicators.background import transport_communicator
 from communicators.background.engine import Engine, engine
-from communicators.background.signals import MOST_UNREAD, MOST_VALUES, SignalTraffic, _packed, _unpacked
+from communicators.background.signals import MOST_UNREAD, MOST_VALUES, TransportSignals, _packed, _unpacked
 from communicators.background.transport import SIGNAL_BYTES, PeerLost
 from communicators.signals import MOST_WAITING
 from communicators.worlds.alone import Alone
@@ -298,10 +298,10 @@ def test_closing_frees_all_that_they_hold():
     comms = ranks(2)
     for _ in range(3):
         made = on_all(comms, lambda comm: comm.signals())
-        assert sum(isinstance(one, SignalTraffic) for one in engine()._driven) >= 2
+        assert sum(isinstance(one, TransportSignals) for one in engine()._driven) >= 2
         on_all(made, lambda one: one.close())
         assert all(one._comm.transport.is_closed and one._comm.transport.line.is_closed for one in made)
-        assert not [one for one in engine()._driven if one in [m._traffic for m in made]]
+        assert not [one for one in engine()._driven if one in made]
 
 
 def test_without_a_thread_they_are_refused(monkeypatch):
@@ -372,11 +372,11 @@ def test_who_waits_in_vain():
 def test_who_begins_to_wait_is_not_kept_waiting_by_naps_that_grew_while_nothing_came():
     def naps(comm):
         signals = comm.signals(lambda source, value: None)
-        traffic, seen = signals._traffic, []
-        traffic.progressed = 0.0  # nothing has come for long
+        seen = []
+        signals.progressed = 0.0  # nothing has come for long
 
         def over():
-            seen.append(time.monotonic() - traffic.progressed)
+            seen.append(time.monotonic() - signals.progressed)
             return True
 
         signals.wait_until(over, 1.0)

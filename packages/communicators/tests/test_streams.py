@@ -9,13 +9,13 @@ import weakref
 
 import pytest
 import torch
-from communicators import Payload, Round
+from communicators import Payload, Round, start
 from communicators.background.call import Call
-from communicators.background.engine import Engine
-from communicators.background.outstanding_call import OutstandingCall, TransportWork
-from communicators.background.streams import SideStreams, devices_of, given, owned_here, with_index
+from communicators.background.outstanding_call import OutstandingCall
+from communicators.background.streams import SideStreams, given
 from communicators.errors import CollectiveError
 from communicators.schedules.dense import ring_allreduce
+from ranks_on_threads import on_all, ranks
 
 CPU = torch.device("cpu")
 
@@ -51,10 +51,9 @@ def test_what_was_given_lives_on_when_the_schedule_is_through():
 
 
 def test_on_a_cpu_there_are_no_streams():
-    assert SideStreams().beside(ring_allreduce(torch.ones(3), 0, 2), CPU) is None
-    assert devices_of(CPU) == []
-    assert with_index(CPU) == CPU
-    assert owned_here("as it is", CPU) == "as it is"
+    works = on_all(ranks(2), lambda comm: start(ring_allreduce(torch.ones(3), comm.rank, 2), comm, device=CPU))
+    assert [work.side for work in works] == [None, None]
+    assert [work.wait().tolist() for work in works] == [[2.0] * 3] * 2
 
 
 class Slow:
@@ -84,7 +83,7 @@ class Comm:
         pass
 
     def detaches(self, unsent):
-        return unsent.done()
+        return all(pending.done() for pending in unsent)
 
 
 def test_a_call_is_over_when_its_stream_is_idle():
@@ -95,13 +94,13 @@ def test_a_call_is_over_when_its_stream_is_idle():
     call = Call(result(), rank=0, size=2, facts="nothing", number=0)
     outstanding, side = OutstandingCall(Comm(), call, 1.0, CPU), Slow()
     outstanding.side = side
-    assert not outstanding.poll()
-    assert not outstanding.poll()
+    assert not outstanding.advance()
+    assert not outstanding.advance()
     assert side.asked.is_set()
     assert not outstanding.finished.is_set()
     side.idle.set()
-    assert outstanding.poll()
-    assert TransportWork(outstanding, Engine()).wait() == 7
+    assert outstanding.advance()
+    assert outstanding.result() == 7
 
 
 def test_a_stream_that_fails_fails_the_call():
@@ -114,10 +113,10 @@ def test_a_stream_that_fails_fails_the_call():
     outstanding = OutstandingCall(comm, Call(iter([]), rank=0, size=2, facts="sum", number=0), 1.0, CPU)
     outstanding.call.close = lambda: None
     outstanding.side = Broken()
-    assert outstanding.poll()
+    assert outstanding.advance()
     assert said == ["rank 0 failed in sum: RuntimeError: device-side assert"]
     with pytest.raises(CollectiveError, match="device-side assert"):
-        TransportWork(outstanding, Engine()).wait()
+        outstanding.result()
 
 
 def stamped(call, sender, numel=3):
@@ -166,4 +165,3 @@ def test_a_stream_begins_behind_the_callers_and_is_used_again_when_it_is_idle(mo
     again = streams.beside(ring_allreduce(torch.ones(3), 0, 2), gpu)
     assert again._stream is one._stream
     assert again._stream.behind == ["the caller's"] * 2
-    assert devices_of(gpu) == [gpu]

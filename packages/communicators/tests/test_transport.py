@@ -19,10 +19,10 @@ from communicators import (
     run,
     start,
 )
-from communicators.background import detached_sends, outstanding_call, requested_abort, transport_communicator
+from communicators.background import control, outstanding_call, transport_communicator
 from communicators.background.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
 from communicators.background.transport import PeerLost
-from communicators.worlds.waiters import Waiters
+from communicators.worlds.gloo import Waiters
 from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
 
 
@@ -90,7 +90,7 @@ def test_a_lost_connection_is_news_until_a_letter_says_why(monkeypatch):
 
 def test_a_peer_that_died_is_named_at_once(monkeypatch):
     """mpiexec, which ends the others, leaves no time to wait for a reason."""
-    monkeypatch.setattr(outstanding_call, "LEAVE_GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(outstanding_call, "GRACE_SECONDS", 60.0)
     comms = ranks(2)
 
     def died(self):
@@ -102,7 +102,7 @@ def test_a_peer_that_died_is_named_at_once(monkeypatch):
 
 
 def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_in_flight(monkeypatch):
-    monkeypatch.setattr(outstanding_call, "LEAVE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(outstanding_call, "GRACE_SECONDS", 0.05)
     comms = ranks(3)
     comms[0].transport.network.delay = 0.6
     for comm in comms:
@@ -129,8 +129,8 @@ class Broken:
         self.where, self.looks, self.ended = where, 0, threading.Event()
         self.progressed = time.monotonic()
 
-    def poll(self):
-        self.look("poll")
+    def advance(self):
+        self.look("advance")
         return False
 
     def watch(self):
@@ -146,7 +146,7 @@ class Broken:
         self.ended.set()
 
 
-@pytest.mark.parametrize("where", ["poll", "watch"])
+@pytest.mark.parametrize("where", ["advance", "watch"])
 def test_what_fails_when_the_engine_looks_at_it_ends_alone_and_is_told(where):
     broken, comms = Broken(where), ranks(2)
     engine().add(broken)
@@ -162,7 +162,7 @@ def test_what_is_added_is_looked_at_at_once():
     """The idle engine looks around 20 times a second; fifty in a row take no fifty of its rounds."""
     begin = time.monotonic()
     for _ in range(50):
-        broken = Broken("poll")
+        broken = Broken("advance")
         engine().add(broken)
         assert broken.ended.wait(10)
     assert time.monotonic() - begin < 50 * LISTEN_SECONDS
@@ -184,7 +184,7 @@ def test_a_call_waits_busily_in_every_round_at_first():
     class Polled:
         polls, progressed, lingers = 0, time.monotonic() - 1.0, False
 
-        def poll(self):
+        def advance(self):
             self.polls += 1
             if self.polls == 2:  # a round is over, and the next one posted
                 self.progressed = time.monotonic() + 1e6
@@ -212,7 +212,7 @@ def unsent(comms):
     return [
         one
         for one in list(engine()._driven)
-        if isinstance(one, detached_sends.DetachedSends) and one.control in controls
+        if isinstance(one, outstanding_call.DetachedSends) and one.control in controls
     ]
 
 
@@ -250,7 +250,7 @@ def test_what_a_failed_communicator_has_left_behind_is_given_up(receipts):
 
 
 def test_receipts_of_a_peer_that_has_left_or_is_lost_do_not_come(receipts, monkeypatch):
-    monkeypatch.setattr(detached_sends, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(outstanding_call, "GRACE_SECONDS", 0.05)
     comms = ranks(2)
     on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
     monkeypatch.setattr(Waiting, "missing", lambda pending: list(pending.action.sends))
@@ -302,7 +302,7 @@ def test_closing_is_collective_and_releases_the_transport():
 
 
 def test_closing_too_early_or_alone_is_told(monkeypatch):
-    monkeypatch.setattr(requested_abort, "ABORT_SECONDS", 0.1)  # of an arbiter that has left
+    monkeypatch.setattr(control, "ABORT_SECONDS", 0.1)  # of an arbiter that has left
     comms = ranks(2)
     work = start(ping(comms[0]), comms[0], facts="ping")
     with pytest.raises(RuntimeError, match=r"close\(\) while calls that were started are in flight"):

@@ -454,20 +454,6 @@ def test_dense_steps_are_counted_on_through_another_number_of_ranks():
     assert SimulatedWorld(3).run(body) == [[False, True]] * 3
 
 
-def test_a_state_from_before_dense_steps_were_counted_has_them_behind_it():
-    own = {"algorithm": "powersgd", "options": {"dense_steps": 3}, "draw": normal}
-
-    def body(comm):
-        *_, saved = train(comm, steps=range(4), **own)
-        parameters, state = copy.deepcopy(saved)
-        del state["distributed"]["stood"]
-        return [train(comm, steps=[4], saved=old, **own)[1:3] for old in (saved, (parameters, state))]
-
-    for counted, uncounted in SimulatedWorld(2).run(body):
-        assert all(torch.equal(one, other) for one, other in zip(counted, uncounted, strict=True))
-        assert counted[1].any()
-
-
 def test_residuals_of_another_algorithm_are_applied_in_the_first_dense_step():
     saved = SimulatedWorld(2).run(lambda comm: train(comm, algorithm="dense-int8", steps=range(2), draw=normal))
     own = {"algorithm": "powersgd", "options": {"dense_steps": 1}, "draw": normal}

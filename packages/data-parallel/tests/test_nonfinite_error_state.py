@@ -15,6 +15,7 @@ from communicators import Bucket, CollectiveError, SimulatedWorld
 from data_parallel.exchange import Exchange
 from data_parallel.lanes import ERROR_STATE
 from data_parallel.schemes.choose import choose_scheme
+from data_parallel.settings import Settings
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives.algorithms.table import ALGORITHMS
@@ -28,17 +29,16 @@ VALUES = st.sampled_from([float("nan"), float("inf"), -float("inf"), FAR_OUT])
 
 
 def exchange_of(comm, nonfinite, *, algorithm, momentum, dense_below, compressor, wire):
-    scheme, _ = choose_scheme(
-        comm,
+    settings = Settings(
         algorithm=algorithm,
         options={"dense_steps": 0} if algorithm == "powersgd" else None,
         wire=wire,
         compressor=compressor(),
         momentum=momentum,
         dense_below=dense_below,
-        parameters=[],
-        tentative=nonfinite == "skip",
+        nonfinite=nonfinite,
     )
+    scheme, _ = choose_scheme(settings, comm, selects=False, parameters=[])
     return Exchange(scheme, comm, list(SHAPES), owner="a test", nonfinite=nonfinite)
 
 

@@ -9,9 +9,8 @@ from communicators import CollectiveError, Schedule, SimulatedWorld
 from data_parallel import DistributedOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, Reduction
+from sparse_collectives import ALGORITHMS, WIRES, Reduction
 from sparse_collectives.algorithms.gtopk import GTopK
-from sparse_collectives.wire.wire import WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, SparseVector, Threshold, ThresholdReuse, TopK
 from torch import nn
 

@@ -396,6 +396,6 @@ def test_what_depends_on_the_shape_alone_is_prepared_once():
         optimizer.step()
     sys.setprofile(None)
     assert "SparseLane.send" in entered
-    looked_up = {"wire_named", "resolve", "known", "settings_of", "Algorithm.settings", "Algorithm.options"}
+    looked_up = {"wire_named", "resolve", "_known", "check_options", "Algorithm.settings", "Algorithm.options"}
     assert not entered & looked_up
     assert "ErrorFeedback.suspects" not in entered  # which reads the flags of all buckets

@@ -7,8 +7,7 @@ from data_parallel import DistributedOptimizer
 from devices import CPU, every_other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS
-from sparse_collectives.wire.wire import WIRES
+from sparse_collectives import ALGORITHMS, WIRES
 from sparse_compress import TopK
 from torch import nn
 

@@ -1,11 +1,13 @@
 """Settings that are wrong, or would have no effect, are told at once, by the optimizer and the hook's state alike."""
 
+from dataclasses import fields
 from unittest.mock import patch
 
 import pytest
 import torch
-from data_parallel import DistributedOptimizer, SparseHookState
+from data_parallel import DistributedOptimizer, ExchangeSettings, SparseHookState, UpdateOptimizer, sparse_hsdp
 from data_parallel.schemes.choose import COMPRESSORS
+from data_parallel.settings import Settings
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.table import resolve
@@ -13,9 +15,9 @@ from sparse_compress import DGCTopK, RandomK, TopK, WarmUp
 from torch import nn
 
 
-def optimizer_of(**settings):
+def optimizer_of(kind=DistributedOptimizer, **settings):
     model = nn.Linear(3, 2)
-    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **settings)
+    return kind(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **settings)
 
 
 def state_of(**settings):
@@ -109,6 +111,24 @@ def test_a_compressors_own_density_may_change(make):
     made = make(compressor=compressor)
     compressor.density = WarmUp(0.1, steps=4)(0)
     assert made.compressor.density == 0.25
+
+
+@pytest.mark.parametrize(
+    ("make", "own"),
+    [
+        (lambda **settings: optimizer_of(**settings), "comm, bucket_bytes, overlap, nonfinite, density, "),
+        (lambda **settings: optimizer_of(UpdateOptimizer, **settings), "comm, bucket_bytes, nonfinite, density, "),
+        (lambda **settings: state_of(**settings), "grad_scaler, named_parameters, density, "),
+        (lambda **settings: sparse_hsdp(nn.Linear(3, 2), None, **settings), "nonfinite, density, "),
+    ],
+)
+def test_an_unknown_keyword_is_told_the_known_ones(make, own):
+    with pytest.raises(TypeError, match=rf"has no setting 'sends'; it takes {own}compressor, algorithm, .*, verify$"):
+        make(sends="updates")
+
+
+def test_keywords_and_checked_settings_have_the_same_names():
+    assert {field.name for field in fields(Settings)} == {*ExchangeSettings.__annotations__, "nonfinite"}
 
 
 def test_torch_may_set_what_it_needs():

@@ -95,10 +95,8 @@ def test_what_spans_cover_is_counted_once(spans):
 class Span:
     """Of something that was under way."""
 
-    bytes_sent = 2
-
     def __init__(self, began, ended):
-        self.began, self.ended = began, ended
+        self.began, self.ended, self.bytes_sent = began, ended, 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))

@@ -74,9 +74,9 @@ def test_resumed_with_its_state_and_schedule(quadratic, saved, at):
             task.model.load_state_dict(weights)
             optimizer.load_state_dict(state)
         task.train(optimizer, range(stop or 0, STEPS))
-        rate = optimizer.outer.optimizer.param_groups[0]["lr"]
+        rate = optimizer.rule.outer.param_groups[0]["lr"]
         optimizer.finish()
-        return task.flat(), rate, optimizer.outer.scheduler.last_epoch
+        return task.flat(), rate, optimizer.rule.scheduler.last_epoch
 
     straight, resumed = SimulatedWorld(2).run(whole), SimulatedWorld(2).run(lambda comm: whole(comm, at))
     for (x, rate, steps), (y, *others) in zip(straight, resumed, strict=True):
@@ -124,11 +124,12 @@ def test_a_rate_that_one_rank_alone_changes_is_an_error_at_the_next_boundary(qua
         chosen = {name: value for name, value in options.items() if name != "kind"}
         optimizer = kind(inner, comm=comm, model=task.model, sync_every=3, outer=OUTERS["plain"], **chosen)
         task.train(optimizer, range(6))
-        outers = [optimizer.outer] if kind is DiLoCo else [fragment.outer for fragment in optimizer._fragments]
+        rules = [optimizer.rule] if kind is DiLoCo else [fragment.rule for fragment in optimizer._driver.fragments]
+        outers = [rule.outer for rule in rules]
         for outer in outers:
-            outer.optimizer.param_groups[0]["lr"] = 0.4  # on all ranks: nothing to complain of
+            outer.param_groups[0]["lr"] = 0.4  # on all ranks: nothing to complain of
         task.train(optimizer, range(6, 9))
-        outers[-1].optimizer.param_groups[0]["lr"] = 0.4 + 0.1 * comm.rank
+        outers[-1].param_groups[0]["lr"] = 0.4 + 0.1 * comm.rank
         with pytest.raises(CollectiveError, match=r"(?s)lr: 0.4.*lr: 0.5"):
             task.train(optimizer, range(9, 15))
 

@@ -124,6 +124,6 @@ def test_an_end_without_a_step_says_nothing(algorithm):
 
 def test_a_rate_that_is_left_out_follows_the_momentum():
     optimizer = SlowMo(MOMENTUM([torch.nn.Parameter(torch.ones(1))]), beta=0.8)
-    assert optimizer.alpha == pytest.approx(0.2)
+    assert optimizer.rule.alpha == pytest.approx(0.2)
     optimizer = BMUF(MOMENTUM([torch.nn.Parameter(torch.ones(1))]), momentum=0.75)
-    assert optimizer.block_rate == 0.25
+    assert optimizer.rule.block_rate == 0.25

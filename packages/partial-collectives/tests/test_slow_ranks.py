@@ -11,7 +11,7 @@ from communicators import CollectiveError, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, PartialAllreduce
-from partial_collectives.rounds.pulse import ASKS, Pulse
+from partial_collectives.pulse import ASKS, Pulse
 from ranks_on_threads import on_all, ranks
 
 HOURS = 7200.0
@@ -57,7 +57,7 @@ class Heard(logging.Handler):
 
 @pytest.fixture
 def warning():
-    handler, logger = Heard(), logging.getLogger("partial_collectives.rounds.pulse")
+    handler, logger = Heard(), logging.getLogger("partial_collectives.pulse")
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others():
         comm.timeout = 1.0
         partial = PartialAllreduce(torch.zeros(1), comm, quorum=3)
         if comm.rank == 1:
-            line = partial._engine._signals._comm.transport.line
+            line = partial._rounds._signals._comm.transport.line
             line.received = list
             assert stopped.wait(30)
             return None

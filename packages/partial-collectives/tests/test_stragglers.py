@@ -7,7 +7,7 @@ import threading
 import pytest
 from partial_collectives import Lateness, injected_delays, until_deadline
 from partial_collectives.protocol.events import Header, Stage
-from partial_collectives.stragglers.lateness import MOST_ROUNDS, NOTHING_NEW, Arrivals
+from partial_collectives.stragglers import MOST_ROUNDS, NOTHING_NEW, Arrivals
 
 
 def test_arrivals_are_told_against_the_round_that_they_were_for():

@@ -6,10 +6,10 @@ from importlib.resources import files
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
-from data_parallel import DistributedOptimizer
+from data_parallel import UpdateOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS
+from sparse_collectives import ALGORITHMS, WIRES
 from sparse_collectives.advise import accuracy
 from sparse_collectives.advise.accuracy import Known, in_a_column, known
 from sparse_collectives.advise.busy import PROBE_SECONDS, share_taken
@@ -18,7 +18,6 @@ from sparse_collectives.advise.recommendation import recommend
 from sparse_collectives.advise.report import as_json, as_text
 from sparse_collectives.advise.situation import Situation
 from sparse_collectives.prediction.cost import Handling, predict, step_seconds
-from sparse_collectives.wire.wire import WIRES
 from sparse_compress import TopK, WarmUp
 
 RECORD = "sparse_collectives.advise.situation.known"
@@ -105,7 +104,7 @@ def test_the_lines_are_for_the_optimizer_that_was_asked_for(optimizer, hook, mon
     monkeypatch.setattr(RECORD, on_record)
     text = recommend(situation(optimizer=optimizer)).text
     updates = optimizer != "sgd" or hook == 3.0
-    assert ('sends="updates"' in text) == updates
+    assert ("UpdateOptimizer(" in text) == updates
     assert ("momentum=0.9" in text) == (optimizer == "sgd")
     assert ("betas=(0.5, 0.999)" in text) == (optimizer != "sgd")
     assert ("sparse_hook" in text) == (not updates)
@@ -119,13 +118,8 @@ def test_what_is_summed_whole_beside_updates_is_in_the_bytes(monkeypatch):
 
     def body(comm):
         model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(n)) for name, n in sizes.items()})
-        optimizer = DistributedOptimizer(
-            torch.optim.AdamW(model.parameters()),
-            model.named_parameters(),
-            comm=comm,
-            sends="updates",
-            dense_below=256,
-            density=0.01,
+        optimizer = UpdateOptimizer(
+            torch.optim.AdamW(model.parameters()), model.named_parameters(), comm=comm, dense_below=256, density=0.01
         )
         with optimizer.ahead():
             for p in model.values():

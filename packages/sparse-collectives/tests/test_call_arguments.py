@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld, as_communicator
-from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_async
+from sparse_collectives import (
+    ALGORITHMS,
+    sparse_allreduce,
+    sparse_allreduce_array,
+    sparse_allreduce_array_async,
+    sparse_allreduce_async,
+)
 from sparse_compress import topk
 
 alone = as_communicator(None)
@@ -75,8 +81,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "says"), WRONG, ids=map(str, range(len(WRONG))))
-@pytest.mark.parametrize("call", [sparse_allreduce, sparse_allreduce_async])
-@pytest.mark.parametrize("given", [topk(torch.ones(3), 1), np.ones(3)], ids=["sparse", "array"])
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        *((call, topk(torch.ones(3), 1)) for call in (sparse_allreduce, sparse_allreduce_async)),
+        *((call, np.ones(3)) for call in (sparse_allreduce_array, sparse_allreduce_array_async)),
+    ],
+)
 def test_wrong_arguments(call, given, arguments, error, says):
     with pytest.raises(error, match=says):
         call(given, alone, **{"k": 1, **arguments})

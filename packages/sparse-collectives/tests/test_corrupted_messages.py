@@ -56,7 +56,9 @@ def call(size, sparse, k, name, options, wire, states, victim, damage):
     """What every rank got: its total, or the reason why not."""
 
     def body(comm):
-        schedule, facts = prepare(sparse[comm.rank], comm, k, name, options, states[comm.rank], wire)
+        schedule, facts = prepare(
+            sparse[comm.rank], comm, k, algorithm=name, options=options, state=states[comm.rank], wire=wire
+        )
         if comm.rank == victim:
             schedule = tampered(schedule, damage)
         try:

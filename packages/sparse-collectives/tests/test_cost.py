@@ -7,8 +7,14 @@ from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_collectives.algorithms import replicated, spardl_blocks
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.algorithms.topk_dsa import TopKDSA
-from sparse_collectives.prediction.cost import Handling, Prediction, predict, predict_all, step_seconds
-from sparse_collectives.prediction.loads import ranks_of_interest
+from sparse_collectives.prediction.cost import (
+    Handling,
+    Prediction,
+    predict,
+    predict_all,
+    ranks_of_interest,
+    step_seconds,
+)
 from sparse_compress import topk, wire_nbytes
 
 MERGING = Handling(merge=dict.fromkeys(ALGORITHMS, 4e-9))

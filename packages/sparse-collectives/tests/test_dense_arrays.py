@@ -1,4 +1,4 @@
-"""sparse_allreduce of dense arrays: what the user has comes back, and nothing is lost."""
+"""Sparse allreduce of dense arrays: what the user has comes back, and nothing is lost."""
 
 import warnings
 
@@ -8,7 +8,7 @@ import torch
 from communicators import CollectiveError, SimulatedWorld, testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_async
+from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_array, sparse_allreduce_array_async
 from sparse_compress import topk
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -20,7 +20,7 @@ SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 @given(inputs=testing.inputs(numels=st.integers(1, 30)), k=st.integers(1, 30))
 def test_numpy_arrays_obey_the_laws(name, inputs, k):
     testing.check_laws(
-        lambda comm, x: sparse_allreduce(x, comm, k=k, algorithm=name),
+        lambda comm, x: sparse_allreduce_array(x, comm, k=k, algorithm=name),
         [x.numpy() for x in inputs],
         dense=torch.from_numpy,
         total=lambda reduction: torch.from_numpy(reduction.total),
@@ -30,7 +30,7 @@ def test_numpy_arrays_obey_the_laws(name, inputs, k):
 
 @given(inputs=testing.inputs(numels=st.integers(1, 30)), k=st.integers(1, 30))
 def test_the_total_is_that_of_sparse_vectors(inputs, k):
-    dense = SimulatedWorld(len(inputs)).run(lambda comm: sparse_allreduce(inputs[comm.rank], comm, k=k))
+    dense = SimulatedWorld(len(inputs)).run(lambda comm: sparse_allreduce_array(inputs[comm.rank], comm, k=k))
     sparse = SimulatedWorld(len(inputs)).run(lambda comm: sparse_allreduce(topk(inputs[comm.rank], k), comm, k=k))
     for one, other in zip(dense, sparse, strict=True):
         assert torch.equal(one.total, other.total.to_dense())
@@ -48,7 +48,7 @@ def summed_in(array):
 def test_16_bit_floats_are_conserved(algorithm, dtype):
     """101 + 102 + 104 is no bfloat16."""
     inputs = [torch.tensor([value, 3.0, 0.5]).to(dtype) for value in (101.0, 102.0, 104.0)]
-    got = SimulatedWorld(3).run(lambda comm: sparse_allreduce(inputs[comm.rank], comm, k=2, algorithm=algorithm))
+    got = SimulatedWorld(3).run(lambda comm: sparse_allreduce_array(inputs[comm.rank], comm, k=2, algorithm=algorithm))
     whole = got[0].total + sum(reduction.dropped for reduction in got)
     assert torch.equal(whole, sum(x.float() for x in inputs))
 
@@ -56,7 +56,7 @@ def test_16_bit_floats_are_conserved(algorithm, dtype):
 @pytest.mark.parametrize("given_", [np.ones((3, 4), np.float16), np.ones((3, 4))[:, ::2], torch.ones(3, 4).bfloat16()])
 def test_shape_dtype_and_kind_stay_and_the_input_too(given_):
     before = given_.copy() if isinstance(given_, np.ndarray) else given_.clone()
-    for reduction in SimulatedWorld(2).run(lambda comm: sparse_allreduce(given_, comm, k=4)):
+    for reduction in SimulatedWorld(2).run(lambda comm: sparse_allreduce_array(given_, comm, k=4)):
         for part in (reduction.total, reduction.dropped):
             assert type(part) is type(given_)
             assert (part.shape, part.dtype) == (given_.shape, summed_in(given_))
@@ -83,7 +83,7 @@ def laid_out():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", laid_out())
-@pytest.mark.parametrize("call", [sparse_allreduce, lambda *a, **o: sparse_allreduce_async(*a, **o).wait()])
+@pytest.mark.parametrize("call", [sparse_allreduce_array, lambda *a, **o: sparse_allreduce_array_async(*a, **o).wait()])
 def test_numpy_memory_of_every_kind_gives_the_same_and_stays_as_it_is(kind, call):
     arrays = laid_out()
     given_, before = arrays[kind], arrays["plain"].copy()
@@ -109,7 +109,7 @@ def test_in_the_background_the_input_may_change_at_once(kind):
 
     def body(comm):
         x = kind(inputs[comm.rank].copy())
-        work = sparse_allreduce_async(x, comm, k=3)
+        work = sparse_allreduce_array_async(x, comm, k=3)
         x[...] = 99
         reduction = work.wait()
         assert type(reduction.total) is type(reduction.dropped) is type(x)
@@ -131,9 +131,9 @@ def test_dense_sums_all_of_an_array(inputs, background):
 
     def collective(comm, x):
         if not background:
-            return sparse_allreduce(x, comm, algorithm="dense")
+            return sparse_allreduce_array(x, comm, algorithm="dense")
         x = x.clone()
-        work = sparse_allreduce_async(x, comm, algorithm="dense")
+        work = sparse_allreduce_array_async(x, comm, algorithm="dense")
         x.fill_(777)
         return work.wait()
 
@@ -148,7 +148,7 @@ def test_dense_sums_all_of_an_array(inputs, background):
 @pytest.mark.parametrize("given_", [np.ones((3, 4), np.float16), np.ones((3, 4))[:, ::2], torch.ones(3, 4).bfloat16()])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_dense_keeps_shape_dtype_and_kind(given_, size):
-    for reduction in SimulatedWorld(size).run(lambda comm: sparse_allreduce(given_, comm, algorithm="dense")):
+    for reduction in SimulatedWorld(size).run(lambda comm: sparse_allreduce_array(given_, comm, algorithm="dense")):
         for part in (reduction.total, reduction.dropped):
             assert type(part) is type(given_)
             assert (part.shape, part.dtype) == (given_.shape, summed_in(given_))
@@ -159,17 +159,17 @@ def test_dense_of_an_array_and_of_a_sparse_vector_take_what_they_need():
     [alone] = SimulatedWorld(1).run(lambda comm: comm)
     for array in (np.ones(5, np.float32), torch.ones(5)):
         with pytest.raises(ValueError, match="dense sums all of an array, but k=2 was given: leave k out"):
-            sparse_allreduce(array, alone, k=2, algorithm="dense")
+            sparse_allreduce_array(array, alone, k=2, algorithm="dense")
         with pytest.raises(TypeError, match=r"k is None .*expected an integer: the most entries"):
-            sparse_allreduce(array, alone)
+            sparse_allreduce_array(array, alone)
         with pytest.raises(ValueError, match="dense sends values as they are"):
-            sparse_allreduce(array, alone, algorithm="dense", wire="bf16")
+            sparse_allreduce_array(array, alone, algorithm="dense", wire="bf16")
         with pytest.raises(ValueError, match="dense has no option teams"):
-            sparse_allreduce(array, alone, algorithm="dense", options={"teams": 1})
+            sparse_allreduce_array(array, alone, algorithm="dense", options={"teams": 1})
         with pytest.raises(ValueError, match="dense keeps no state"):
-            sparse_allreduce(array, alone, algorithm="dense", state={})
+            sparse_allreduce_array(array, alone, algorithm="dense", state={})
     with pytest.raises(TypeError, match="k is None"):
-        sparse_allreduce(topk(torch.ones(5), 2), alone, algorithm="dense")
+        sparse_allreduce(topk(torch.ones(5), 2), alone, k=None, algorithm="dense")
 
 
 def test_auto_sums_all_of_an_array_where_it_takes_dense():
@@ -177,9 +177,9 @@ def test_auto_sums_all_of_an_array_where_it_takes_dense():
 
     def body(comm):
         state, call = {}, {"k": 20, "algorithm": "auto"}
-        sparse_allreduce(x[comm.rank], comm, state=state, **call)
+        sparse_allreduce_array(x[comm.rank], comm, state=state, **call)
         next(iter(state.values())).update(algorithm="dense", options={}, state=None)  # as if that had been faster
-        return sparse_allreduce(x[comm.rank], comm, state=state, **call)
+        return sparse_allreduce_array(x[comm.rank], comm, state=state, **call)
 
     for reduction in SimulatedWorld(3).run(body):
         assert torch.equal(reduction.total, x.sum(0))
@@ -193,7 +193,7 @@ def test_ranks_with_unlike_shapes_are_refused(algorithm, one, other):
 
     def body(comm):
         with pytest.raises(CollectiveError) as error:
-            sparse_allreduce(np.ones(other if comm.rank == 2 else one), comm, algorithm=algorithm, **k)
+            sparse_allreduce_array(np.ones(other if comm.rank == 2 else one), comm, algorithm=algorithm, **k)
         return str(error.value)
 
     told = SimulatedWorld(3).run(body)
@@ -209,7 +209,7 @@ def test_ranks_with_unlike_dtypes_are_refused(algorithm):
 
     def body(comm):
         with pytest.raises(CollectiveError, match=r"torch.float16.*torch.bfloat16"):
-            sparse_allreduce(x.bfloat16() if comm.rank else x.half(), comm, algorithm=algorithm, **k)
+            sparse_allreduce_array(x.bfloat16() if comm.rank else x.half(), comm, algorithm=algorithm, **k)
 
     SimulatedWorld(2).run(body)
 
@@ -245,12 +245,12 @@ def special():
         "jagged": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
         "meta": (torch.ones(6, device="meta"), "meta device"),
         "wrapper": (TwoTensor(torch.ones(6), torch.ones(6)), "TwoTensor"),
-        "list": ([1.0, 2.0], r"list, expected a SparseVector.*NumPy array.*np\.asarray"),
+        "list": ([1.0, 2.0], r"list, expected a dense array.*NumPy array.*np\.asarray"),
         "tuple": ((1.0, 2.0), "tuple, expected .*np.asarray"),
         "float": (1.0, "float, expected .*np.asarray"),
         "scalar": (np.float32(1.0), "float32, expected .*np.asarray"),
-        "None": (None, "NoneType, expected a SparseVector"),
-        "text as it is": ("abc", "str, expected a SparseVector"),
+        "None": (None, "NoneType, expected a dense array"),
+        "text as it is": ("abc", "str, expected a dense array"),
     }
 
 
@@ -260,7 +260,7 @@ with warnings.catch_warnings():
 
 
 @pytest.mark.parametrize("algorithm", ["gtopk", "dense"])
-@pytest.mark.parametrize("call", [sparse_allreduce, lambda *a, **o: sparse_allreduce_async(*a, **o).wait()])
+@pytest.mark.parametrize("call", [sparse_allreduce_array, lambda *a, **o: sparse_allreduce_array_async(*a, **o).wait()])
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_arrays_of_every_kind_work_or_are_refused(kind, call, algorithm):
     given_, says = SPECIAL[kind]
@@ -282,4 +282,4 @@ def test_nothing_to_sum(array):
     [alone] = SimulatedWorld(1).run(lambda comm: comm)
     for arguments in ({"algorithm": "dense"}, {"k": 1}):
         with pytest.raises(ValueError, match="nothing to sum"):
-            sparse_allreduce(array, alone, **arguments)
+            sparse_allreduce_array(array, alone, **arguments)

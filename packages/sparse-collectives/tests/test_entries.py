@@ -5,9 +5,9 @@ import torch
 from communicators import schedules
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_collectives.algorithms.budgets import block_budgets, cut_to_budgets, merge_to_budgets
-from sparse_compress import SparseVector, add, topk
-from sparse_compress.entries import where, without
+from sparse_collectives.algorithms.spardl_blocks import block_budgets
+from sparse_compress import SparseVector, add, cut_to_budgets, merge_to_budgets, topk
+from sparse_compress.vectors import where, without
 
 SIZES = [1, 2, 63, 4097, 70_001]
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 from communicators import Round, SimulatedWorld
-from sparse_collectives import ALGORITHMS, WIRES, sparse_allreduce, sparse_allreduce_async
+from sparse_collectives import (
+    ALGORITHMS,
+    WIRES,
+    sparse_allreduce,
+    sparse_allreduce_array,
+    sparse_allreduce_array_async,
+    sparse_allreduce_async,
+)
 from sparse_collectives.allreduce import prepare
 from sparse_compress import SparseVector, topk
 
@@ -61,11 +68,13 @@ def test_in_the_background_the_input_may_change_at_once(name, form, size):
     values = torch.randint(-9, 10, (size, NUMEL), generator=torch.Generator().manual_seed(1)).float()
 
     def kept(comm):
-        return sparse_allreduce(FORMS[form](values[comm.rank]), comm, **arguments(name, form))
+        call = sparse_allreduce if form == "sparse" else sparse_allreduce_array
+        return call(FORMS[form](values[comm.rank]), comm, **arguments(name, form))
 
     def changed(comm):
         given = FORMS[form](values[comm.rank])
-        work = sparse_allreduce_async(given, comm, **arguments(name, form))
+        call = sparse_allreduce_async if form == "sparse" else sparse_allreduce_array_async
+        work = call(given, comm, **arguments(name, form))
         overwrite(given)
         return work.wait()
 
@@ -82,7 +91,9 @@ def test_what_comes_back_is_nobody_elses_memory(name, wire, size):
     dense = [vector.to_dense() for vector in given]
     ranks = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
     for options in ALGORITHMS[name].variants(size):
-        schedules = [prepare(given[comm.rank], comm, K, name, options, None, wire)[0] for comm in ranks]
+        schedules = [
+            prepare(given[comm.rank], comm, K, algorithm=name, options=options, wire=wire)[0] for comm in ranks
+        ]
         check_memory(*in_lockstep(schedules))
     assert all(torch.equal(v.to_dense(), w) for v, w in zip(given, dense, strict=True))
 

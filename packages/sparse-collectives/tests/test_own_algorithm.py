@@ -6,12 +6,18 @@ import pytest
 import torch
 from communicators import Alone, CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState
-from sparse_collectives import Algorithm, Reduction, sparse_allreduce, sparse_allreduce_async
+from sparse_collectives import (
+    WIRES,
+    Algorithm,
+    Reduction,
+    sparse_allreduce,
+    sparse_allreduce_array,
+    sparse_allreduce_async,
+)
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.algorithms.topk_allgather import TopKAllgather
 from sparse_collectives.testing import SHAPES, SIZES, _examples, check_sparse_call, check_sparse_laws
-from sparse_collectives.wire.wire import WIRES
 from sparse_compress import SparseVector, topk
 from torch import nn
 
@@ -106,7 +112,7 @@ def test_a_call(call):
 
 
 def test_an_array():
-    [result] = SimulatedWorld(1).run(lambda comm: sparse_allreduce(torch.ones(4), comm, k=2, algorithm=COUNTING))
+    [result] = SimulatedWorld(1).run(lambda comm: sparse_allreduce_array(torch.ones(4), comm, k=2, algorithm=COUNTING))
     assert result.total.tolist() == [1, 1, 0, 0]
 
 

@@ -79,7 +79,7 @@ def test_k_beyond_the_vector_means_all_of_it():
         (
             {"sparse": [1.0]},
             TypeError,
-            r"sparse is list, expected a SparseVector, as topk\(tensor, k\) makes it, or a dense array",
+            r"sparse is list, expected a SparseVector, as topk\(tensor, k\) makes it; dense NumPy arrays",
         ),
         ({"sparse": SparseVector.empty(0)}, ValueError, "nothing to sum"),
         ({"comm": "world"}, TypeError, "communicator"),

@@ -6,11 +6,10 @@ from communicators import Alone, CollectiveError, Corrupts, Link, SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, sparse_allreduce
+from sparse_collectives import ALGORITHMS, WIRES, sparse_allreduce
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.prediction.cost import Handling, predict
 from sparse_collectives.testing import check_sparse_call
-from sparse_collectives.wire.wire import WIRES
 from sparse_compress import TopK, topk
 from torch import nn
 

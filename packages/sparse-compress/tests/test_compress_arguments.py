@@ -116,14 +116,6 @@ def test_wrong_arguments(case):
         call()
 
 
-@pytest.mark.parametrize("stateful", [RandomK(), ThresholdReuse()], ids=repr)
-@pytest.mark.parametrize("state", [None, [], {}, {"calls": 3}, {"calls": {"w": "x"}}, {"calls": {"w": -1}}], ids=str)
-def test_states_that_are_none(stateful, state):
-    with pytest.raises(ValueError, match=r"state.*expected"):
-        stateful.load_state_dict(state)
-    assert stateful.state_dict()["calls"] == {}
-
-
 def test_numbers_of_any_kind():
     for density in (np.float32(0.5), np.float64(0.5), 0.5):
         assert TopK(density).entries(10) == 5

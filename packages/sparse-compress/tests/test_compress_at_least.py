@@ -3,8 +3,8 @@
 import pytest
 import torch
 from sparse_compress import topk
-from sparse_compress.compressors.at_least import reaching
 from sparse_compress.magnitude import magnitude_keys
+from sparse_compress.selection import reaching
 
 
 @pytest.mark.parametrize("numel", [1, 7, 1000, 70001])

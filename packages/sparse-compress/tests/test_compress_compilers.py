@@ -21,10 +21,10 @@ from sparse_compress import SparseVector, merge, topk
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, leftover
-from sparse_compress.entries import without
 from sparse_compress.native.compiling import FLAGS, SOURCE
 from sparse_compress.native.library import LEVELS, using
-from sparse_compress.selection import step_topk
+from sparse_compress.selection import Largest
+from sparse_compress.vectors import without
 from torch import Tensor
 
 DRIVER = Path(__file__).with_name("kernel_cases.c")
@@ -114,8 +114,8 @@ def _selections(x: Tensor, y: Tensor, z: Tensor, k: int) -> Iterator[Case]:
     n, selected = len(x), topk(x, k)
     yield Case(SELECT, (n, k, 0), [x], [selected.indices, selected.values], k)
     kept = Accumulator(y.clone(), z.clone())
-    sent = step_topk(kept, x, 0.9, k, kept)
-    yield Case(STEP, (n, k, 0), [y, z, x], [sent.indices, sent.values, *kept.parts()], k)
+    sent = Largest(k).step(kept, x, 0.9, kept)
+    yield Case(STEP, (n, k, 0), [y, z, x], [sent.indices, sent.values, *kept.flat()], k)
 
 
 def _vectors(a: SparseVector, b: SparseVector, k: int) -> Iterator[Case]:

@@ -201,15 +201,8 @@ def damaged(part=None, name="w", value=None, **parts):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, "keys"),
-        ([1], "list"),
-        ({"residuals": {}}, "velocities"),
-        (damaged(more=1), "more"),
-        (damaged(residuals=[torch.ones(3)]), "residuals: expected a dict"),
         (damaged(velocities={"w": torch.ones(3)}), r"velocities of \['w'\]"),
         (damaged(velocities={}), "another momentum"),
-        (damaged("residuals", value=3.0), "residual of 'w': expected a dense tensor, got float"),
-        (damaged("residuals", value=torch.ones(3).to_sparse()), "dense"),
         (damaged("residuals", value=torch.ones(3).half()), "float16"),
         (damaged("residuals", value=torch.ones(4)), r"\(4,\) of torch.float32, expected \(3,\)"),
         (damaged("residuals", value=torch.ones(3).double()), "of torch.float64, expected"),

@@ -61,7 +61,7 @@ def assert_steps_agree(gradients, density, select=None, **mode):
         assert torch.equal(sent.indices, expected.indices)
         assert torch.equal(bits(sent.values), bits(expected.values))
         assert fused.suspects() == plain.suspects()
-        for one, other in zip(fused._find("w").parts(), plain._find("w").parts(), strict=True):
+        for one, other in zip(fused._find("w").flat(), plain._find("w").flat(), strict=True):
             assert torch.equal(bits(one), bits(other))
         fused.commit()
         plain.commit()

@@ -15,11 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_compress import ErrorFeedback, SparseVector, TopK, add, add_all, merge, share, topk
-from sparse_compress.entries import larger, rising, without
 from sparse_compress.native import compiling, library
 from sparse_compress.native.library import SWITCH, kernels, using
 from sparse_compress.selection import LargestOfBlocks, Reaching
+from sparse_compress.spread_keys import rising
 from sparse_compress.vector import check_entries, check_indices
+from sparse_compress.vectors import larger, without
 
 seeds = st.integers(0, 2**32 - 1)
 lengths = st.integers(1, 300) | st.integers(1, 100_000)
@@ -72,7 +73,7 @@ def steps(gradients, *, select=None, **mode):
         sent = feedback.compress("w", gradient, select=select)
         feedback.commit()
         feedback.restore("w", topk(sent.to_dense(), 7))
-        seen += [sent, *(part.clone() for part in feedback._find("w").parts())]
+        seen += [sent, *(part.clone() for part in feedback._find("w").flat())]
     return seen
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import all_finite
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 

@@ -40,10 +40,10 @@ def check_step(gradient, k, tiling, momentum, tentative):
         sent = select.step_topk(ours, step, momentum, k, out, tiling=tiling)
         expected = selection.step_topk(plain, step, momentum, k, plain_out)
         assert torch.equal(sent.pack(), expected.pack()), (len(gradient), k, gradient.dtype, momentum)
-        for one, other in zip(out.parts(), plain_out.parts(), strict=True):
+        for one, other in zip(out.flat(), plain_out.flat(), strict=True):
             assert torch.equal(one.view(torch.int32), other.view(torch.int32))
         if tentative:
-            assert all(torch.equal(one, other) for one, other in zip(old.parts(), ours.parts(), strict=True))
+            assert all(torch.equal(one, other) for one, other in zip(old.flat(), ours.flat(), strict=True))
         ours, plain = out, plain_out
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 from communicators import Round, Schedule
-from sparse_collectives import Algorithm, Reduction, Traffic, given_by
+from sparse_collectives import Algorithm, Reduction, Traffic, blame_rank
 from sparse_compress import SparseVector, add_all, concatenate, merge
 
 from ring_reduce_scatter.reference import Array, reference
@@ -39,7 +39,7 @@ class Ring(Algorithm):
             rounded, error = wire.rounded(blocks[give])
             dropped[give].append(error)
             received = yield Round({after: wire.message(rounded)}, {before: nbytes[take]})
-            with given_by(before):
+            with blame_rank(before):
                 theirs = wire.vector(received[before], budgets[take], blocks[take])
             blocks[take], cut = merge(theirs, blocks[take], budgets[take])
             dropped[take].append(cut)
@@ -50,7 +50,7 @@ class Ring(Algorithm):
             for turn in range(size - 1):
                 take = (rank - turn) % size
                 message = (yield Round({after: message}, {before: nbytes[take]}))[before]
-                with given_by(before):
+                with blame_rank(before):
                     blocks[take] = wire.vector(message, budgets[take], blocks[take])
         return Reduction(concatenate(blocks), concatenate([add_all(parts) for parts in dropped]))
 

@@ -6,12 +6,11 @@ from communicators.buckets import Bucket, buckets_of
 from communicators.collectives import allgather, allreduce, allreduce_async, barrier, broadcast
 from communicators.communicator import Communicator, Work, run, start
 from communicators.errors import CollectiveError
-from communicators.link import Link
-from communicators.measure import measure_link
+from communicators.link import Link, measure_link
 from communicators.origin import as_communicator
 from communicators.schedule import SLOT_BYTES, Elapse, Payload, Received, Round, Schedule
 from communicators.signals import Attempt, Signals
-from communicators.simulated.faults import Corrupts, Dies
+from communicators.simulated.network import Corrupts, Dies
 from communicators.simulated.world import SimulatedWorld
 from communicators.stats import Stats
 from communicators.version import __version__

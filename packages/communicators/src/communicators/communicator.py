@@ -116,7 +116,6 @@ class Communicator(ABC):
     def timeout(self, seconds: float) -> None:
         self._timeout = check_timeout(seconds)
 
-    @abstractmethod
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """Carries a schedule to its end and returns its result; the function `run` checks the arguments and calls it.
 
@@ -126,6 +125,7 @@ class Communicator(ABC):
             timeout: Seconds that a round waits at most.
             device: Where received payloads are put, default the communicator's.
         """
+        return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
 
     @abstractmethod
     def start(

@@ -6,10 +6,11 @@ received; its return value is the result of the collective. A communicator carri
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,6 +91,26 @@ class Payload:
         """Copy in memory of its own."""
         return Payload(self.memory.clone())
 
+    @classmethod
+    def on_host(cls, nbytes: int, *, pinned: bool) -> Payload:
+        """Allocates a payload in host memory.
+
+        Args:
+            nbytes: Bytes of the body.
+            pinned: Whether what it holds comes from, or goes to, a GPU of CUDA.
+        """
+        if pinned:
+            return cls(torch.empty(SLOT_BYTES + nbytes, dtype=torch.uint8, pin_memory=True))
+        return cls(torch.from_numpy(np.empty(SLOT_BYTES + nbytes, dtype=np.uint8)))
+
+    def to_host(self) -> Payload:
+        """The payload in host memory: itself if it is there."""
+        if self.memory.is_cpu:
+            return self
+        host = Payload.on_host(self.nbytes, pinned=self.memory.is_cuda)
+        host.memory.copy_(self.memory)
+        return host
+
 
 Received: TypeAlias = dict[int, Payload]
 """Payloads that a round has received, by rank."""
@@ -124,3 +145,44 @@ class Elapse:
 
 Schedule: TypeAlias = Generator[Round | Elapse, Received, T]
 """Generator that yields rounds, gets what was received in each (payloads by rank), and returns a T."""
+
+
+def among(schedule: Schedule[T], members: Sequence[int], facts: str) -> Schedule[T]:
+    """The schedule with the ranks `members`, in order, in place of 0, 1, …; facts: for errors."""
+    positions = {member: position for position, member in enumerate(members)}
+    received: Received | None = None
+    try:
+        while True:
+            try:
+                action = next(schedule) if received is None else schedule.send(received)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            received = {
+                positions[member]: payload for member, payload in (yield _named(action, members, facts)).items()
+            }
+    finally:
+        schedule.close()
+
+
+def _named(action: Round | Elapse, members: Sequence[int], facts: str) -> Round | Elapse:
+    if not isinstance(action, Round):
+        return action
+    if strangers := [peer for peer in (*action.sends, *action.recvs) if not 0 <= peer < len(members)]:
+        raise ValueError(f"{facts}: a group of {len(members)} ranks has no ranks {strangers}")
+    sends = {members[peer]: payload for peer, payload in action.sends.items()}
+    recvs = {members[peer]: nbytes for peer, nbytes in action.recvs.items()}
+    return Round(sends, recvs, bounded=action.bounded)
+
+
+def powers_of_two(*, below: int) -> Iterator[int]:
+    """1, 2, 4, … less than `below`."""
+    power = 1
+    while power < below:
+        yield power
+        power *= 2
+
+
+def largest_power_of_two(size: int) -> int:
+    """The largest power of two that is at most `size`."""
+    return 1 << (size.bit_length() - 1)

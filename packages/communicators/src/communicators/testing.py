@@ -13,7 +13,6 @@ and results as dense tensors, and what a rank put back. Needs hypothesis.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,14 +28,6 @@ R = TypeVar("R")
 
 WORLD_SIZES = (1, 2, 3, 5, 8, 4, 6, 7, 13, 16)
 """Powers of two and not; the smallest first, so that hypothesis shrinks to them."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes, slots included, and messages that one rank sends."""
-
-    nbytes: int
-    messages: int
 
 
 def world_sizes(most: int = 16) -> st.SearchStrategy[int]:
@@ -80,7 +71,7 @@ def check_laws(
     dense: Callable[[X], Tensor] = _itself,
     total: Callable[[R], Tensor] = _itself,
     dropped: Callable[[R], Tensor] | None = None,
-    traffic: Callable[[int, int], Traffic] | None = None,
+    traffic: Callable[[int, int], tuple[int, int]] | None = None,
     comm: Communicator | None = None,
 ) -> list[R]:
     """Asserts conservation, agreement, bytes, and that worlds agree; returns the results in rank order.
@@ -88,7 +79,7 @@ def check_laws(
     collective(comm, x): called on every rank with that rank's input.
     dense(x): the input as a dense tensor of exactly summable values (integers).
     total(result), dropped(result): the sum that it returns, and what this rank must put back in its residual.
-    traffic(rank, size): what the algorithm's expression says that a rank sends.
+    traffic(rank, size): bytes, slots included, and messages that a rank sends by the algorithm's expression.
     comm: a communicator of a real world of len(inputs) ranks; this process then runs the collective in one simulated
         world and there, with its rank's input, and must get the same bits.
     """
@@ -103,7 +94,7 @@ def check_laws(
             if dropped is not None:
                 _same_bits(dropped(again[rank]), dropped(results[rank]), f"worlds: what rank {rank} dropped")
             if traffic is not None:
-                sent = Traffic(world.bytes_sent[rank], world.messages_sent[rank])
+                sent = world.bytes_sent[rank], world.messages_sent[rank]
                 assert sent == traffic(rank, size), f"bytes: rank {rank} of {size}: {sent} != {traffic(rank, size)}"
     assert results is not None
     _check_conservation(results, [dense(x) for x in inputs], total, dropped)
@@ -130,16 +121,16 @@ def _check_real_world(
     results: list[R],
     total: Callable[[R], Tensor],
     dropped: Callable[[R], Tensor] | None,
-    traffic: Callable[[int, int], Traffic] | None,
+    traffic: Callable[[int, int], tuple[int, int]] | None,
 ) -> None:
     assert comm.size == len(inputs), f"{len(inputs)} inputs for {comm.size} ranks"
-    before = Traffic(comm.bytes_sent, comm.messages_sent)
+    nbytes, messages = comm.bytes_sent, comm.messages_sent
     real, simulated = collective(comm, inputs[comm.rank]), results[comm.rank]
     _same_bits(total(real), total(simulated), f"worlds: total on rank {comm.rank}")
     if dropped is not None:
         _same_bits(dropped(real), dropped(simulated), f"worlds: dropped on rank {comm.rank}")
     if traffic is not None:
-        sent = Traffic(comm.bytes_sent - before.nbytes, comm.messages_sent - before.messages)
+        sent = comm.bytes_sent - nbytes, comm.messages_sent - messages
         assert sent == traffic(comm.rank, comm.size), f"bytes: {sent} != {traffic(comm.rank, comm.size)}"
 
 

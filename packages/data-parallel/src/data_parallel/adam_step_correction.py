@@ -49,19 +49,19 @@ def knows(optimizer: Optimizer) -> bool:
 
 
 def ahead_by(optimizer: Optimizer, ranks: int) -> float:
-    """a of `Ahead`: 1 for optimizers that are linear in the gradient, else 1/P."""
+    """Factor a of `ErrorLookahead`: 1 for optimizers that are linear in the gradient, else 1/P."""
     return 1.0 if isinstance(optimizer, LINEAR) else 1 / ranks
 
 
 class AdamStepCorrection:
     """Measures the part of ranks' gradients that is common to all, and lengthens steps to correct for the other part.
 
-    Does nothing, at no cost, with one rank, with sends="gradients", and for an optimizer that is not `CORRECTED`.
+    Does nothing, at no cost, with one rank, and for an optimizer that is not `CORRECTED`.
     """
 
-    def __init__(self, optimizer: Optimizer, comm: Communicator, *, sends: str) -> None:
+    def __init__(self, optimizer: Optimizer, comm: Communicator) -> None:
         self._optimizer, self._comm = optimizer, comm
-        self._concerned = comm.size > 1 and sends == "updates" and isinstance(optimizer, tuple(CORRECTED))
+        self._concerned = comm.size > 1 and isinstance(optimizer, tuple(CORRECTED))
         self._sums = torch.zeros(2, dtype=torch.float64)  # of μ², and of μ² + σ²; alike on all ranks
         self._looks = _no_looks()  # since ranks spoke of them
 

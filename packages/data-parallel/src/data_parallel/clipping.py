@@ -8,22 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def check_clip_norm(clip_norm: Any) -> float | None:
-    """Checks clip_norm: TypeError unless it is a number, ValueError unless positive and finite; None: no clipping."""
-    if clip_norm is None:
-        return None
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, Real):
-        raise TypeError(f"clip_norm is {clip_norm!r}, expected a norm such as 1.0, or None")
-    if not 0 < float(clip_norm) < math.inf:
-        raise ValueError(f"clip_norm is {clip_norm}, expected a norm above 0, or None")
-    return float(clip_norm)
 
 
 def clip_limit(clip_norm: float, ranks: int) -> float:

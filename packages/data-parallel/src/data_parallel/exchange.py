@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from communicators import Bucket, CollectiveError, Communicator, Schedule, Work, run, start, tracing
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import all_finite
 from torch import Tensor
 
 from data_parallel.clipping import clip_limit, clip_together
@@ -93,7 +93,7 @@ class Exchange:
             sending = lane.send(flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
         mean = _Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self._loaded}{self.cut}")
-        self._tally.add(mean, dense=dense_nbytes(flat, self.comm.size))
+        self._tally.add(mean, dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
         return mean
 
     def open(self, bucket: Bucket) -> Lane:
@@ -115,9 +115,9 @@ class Exchange:
 
     def commit_or_rollback(self) -> bool:
         """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
-        stands, dropped = self.finite(), self.dropped_finite
+        totals, dropped = self.totals_finite, self.dropped_finite
         self.totals_finite, self.dropped_finite = [], []
-        if not stands:
+        if totals and not bool(torch.stack(totals).all()):
             self._rollback()
             return False
         if dropped and not bool(torch.stack(dropped).all()):
@@ -157,8 +157,7 @@ class Exchange:
         The algorithm's is a list, which torch.distributed.checkpoint loads as a whole.
         """
         states = self._states | {lane.key: lane.state for lane in self._lanes.values() if lane.state is not None}
-        found = self._by_parameter(self._lanes.values())
-        kept = {kind: {**self._error_state[kind], **found[kind]} for kind in ERROR_STATE}
+        kept = {kind: self.error_state(kind) for kind in ERROR_STATE}
         return {**kept, "algorithm_state": list(states.items()), **self.scheme.state_dict()}
 
     def error_state(self, kind: str) -> dict[str, Tensor]:
@@ -221,30 +220,29 @@ class Exchange:
 
 
 class _Mean(Work[Tensor]):
-    """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request."""
+    """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request.
+
+    began, ended, bytes_sent: of what carries it, once it was waited for.
+    """
+
+    began, bytes_sent = 0.0, 0
+    ended: float | None = None
 
     def __init__(self, exchange: Exchange, lane: Lane, sending: Sending, facts: str) -> None:
         self._exchange, self._lane, self._sending, self._facts = exchange, lane, sending, facts
-        self._began, self._ended = exchange.comm.clock(), cast(float | None, None)
-        self._sent, self._mean = 0, cast(Tensor | None, None)
+        self._mean: Tensor | None = None
+        self.began = exchange.comm.clock()
         native = exchange.native and sending.summed is not None
         self._work = None if native else self._started()
 
-    @property
-    def began(self) -> float:
-        return self._began if self._work is None else self._work.began
-
-    @property
-    def ended(self) -> float | None:
-        return self._ended if self._work is None else self._work.ended
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent + (0 if self._work is None else self._work.bytes_sent)
-
     def wait(self, timeout: float | None = None) -> Tensor:
         if self._mean is None:
-            result, error = self._summed() if self._work is None else self._work.wait(timeout)
+            try:
+                result, error = self._summed() if self._work is None else self._work.wait(timeout)
+            finally:
+                if self._work is not None:
+                    work = self._work
+                    self.began, self.ended, self.bytes_sent = work.began, work.ended, work.bytes_sent
             if error is not None:
                 raise error
             with tracing.labelled("restore"):
@@ -269,17 +267,17 @@ class _Mean(Work[Tensor]):
     def _summed(self) -> Checked:
         """The plain sum, by the transport where it has one."""
         comm, summed = self._exchange.comm, self._sending.summed
-        self._began = comm.clock()
+        self.began = comm.clock()
         total = comm.native_allreduce(cast(Tensor, summed), facts=self._facts)
         if total is None:
             self._work = self._started()
             return self._work.wait()
-        self._sent += dense_nbytes(total, comm.size)
+        self.bytes_sent = 2 * total.nbytes * (comm.size - 1) // comm.size  # of the best dense allreduces
         outcome: Checked = total, None
         if self._exchange.nonfinite == "raise" and not bool(all_finite(total)):
             facts = f"what is not finite in {self._sending.facts}"
             outcome = run(self._checked(_done(total)), comm, facts=facts, device=self._lane.bucket.device)
-        self._ended = comm.clock()
+        self.ended = comm.clock()
         return outcome
 
     def _checked(self, schedule: Schedule[Any]) -> Schedule[Checked]:
@@ -299,11 +297,6 @@ class _Mean(Work[Tensor]):
         if not bool(all_finite(dropped)):
             raise unlawful(self._facts, exchange.comm.rank)
         return result, None
-
-
-def dense_nbytes(flat: Tensor, size: int) -> int:
-    """Bytes that the best dense allreduces send for a tensor."""
-    return 2 * flat.numel() * flat.element_size() * (size - 1) // size
 
 
 def _done(result: Any) -> Schedule[Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from communicators import Bucket, Schedule
-from sparse_collectives.algorithm import Algorithm
+from sparse_collectives import Algorithm
 from torch import Tensor
 
 ERROR_STATE = ("residuals", "velocities")
@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 class Saved(NamedTuple):
-    """What is known of a bucket when its lane is opened.
+    """Facts about a bucket, and its saved state, when its lane is opened.
 
     key: name of its first parameter. error_state: flat tensors by the names of `ERROR_STATE`. state: the algorithm's.
     """
@@ -96,13 +96,11 @@ class Lane:
         """Flat tensors by the names of `ERROR_STATE`, between steps: references."""
         return {} if self.residual is None else {"residuals": self.residual}
 
-    def state_for_a_call(self) -> dict[str, State]:
-        """The algorithm's state as the keyword of its schedule, none without; kept as it was where steps are undone."""
-        if self.state is None:
-            return {}
+    def state_for_a_call(self) -> State | None:
+        """The algorithm's state, for a call to change; kept as it was where steps may be undone."""
         if self._tentative and self._state_before is None:
             self._state_before = copy.deepcopy(self.state)
-        return {"state": self.state}
+        return self.state
 
 
 class Scheme:
@@ -135,7 +133,7 @@ class Scheme:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What lanes share and a checkpoint needs, in plain values."""
+        """State that lanes share and a checkpoint needs, in plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from communicators import Bucket, CollectiveError, Communicator, Schedule, schedules
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import all_finite
 from torch import Tensor
 
 
@@ -20,7 +21,9 @@ def culprit(
 
     found: the first such element of this rank's flat gradient, -1 if none. what: name of what is exchanged.
     """
-    own = torch.tensor([-1 if found < 0 else _member(bucket, found)], device=bucket.device).view(torch.uint8)
+    ends = accumulate(shape.numel() for shape in bucket.shapes)
+    member = -1 if found < 0 else next(m for m, end in zip(bucket.members, ends, strict=True) if found < end)
+    own = torch.tensor([member], device=bucket.device).view(torch.uint8)
     blocks = yield from schedules.allgather_blocks(own, [own.numel()] * comm.size, comm.rank, comm.size)
     return _error([int(block.clone().view(torch.int64)) for block in blocks], names, what)
 
@@ -64,12 +67,3 @@ def _error(culprits: Sequence[int], names: Sequence[str], what: str) -> Collecti
         f"took the step; clip the gradients, lower the loss scale or take a wire of more range than fp16, or skip such "
         f"steps {how_to_skip}"
     )
-
-
-def _member(bucket: Bucket, element: int) -> int:
-    """Member that an element of the flat bucket belongs to."""
-    for member, shape in zip(bucket.members, bucket.shapes, strict=True):
-        if element < shape.numel():
-            return member
-        element -= shape.numel()
-    raise IndexError(f"element {element} is beyond the bucket")

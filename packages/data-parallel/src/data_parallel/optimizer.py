@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
-from communicators import Bucket, Stats, buckets_of
+from communicators import Stats, buckets_of
 from replicas import STATE_KEY, Wrapping, check_loaded
-from sparse_collectives.prediction.auto import Choice
+from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
@@ -207,9 +207,6 @@ class ExchangingOptimizer(Wrapping):
         """Loads the exchange's part. wrapped: the optimizer's, which is loaded next."""
         self._training.load(own)
 
-    def _open_buckets(self, buckets: Sequence[Bucket]) -> None:
-        self._means = Means(self._exchange, buckets)
-
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         """Context of a step's closure, if it has one; refuses a step that cannot be taken."""
         raise NotImplementedError
@@ -311,7 +308,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         paused = lambda: self._accumulates  # noqa: E731
         self._overlap = BackwardOrder(self._trained, buckets, self._start, paused) if overlap else None
         take_over(optimizer, self._overlap)
-        self._open_buckets(buckets)
+        self._means = Means(self._exchange, buckets)
         self.start_alike(f"{self._training.facts()}, {bucket_bytes=}, {overlap=}")
 
     def synchronize(self) -> None:

@@ -9,14 +9,10 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Self, TypedDict
 
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, check_takes_wire, known
-from sparse_collectives.prediction.auto import refuse_options
-from sparse_collectives.wire.half import dense_wire
-from sparse_collectives.wire.wire import PLAIN, wire_named
+from sparse_collectives import ALGORITHMS, DENSE_WIRES, Algorithm, resolve
 from sparse_compress import Compressor, TopK
 
-from data_parallel.schemes.choose import COMPRESSORS, check_compressed, known_compressor
+from data_parallel.schemes.choose import COMPRESSORS, known_compressor
 from data_parallel.schemes.dense import DenseCompressor
 
 DENSITY = 0.01
@@ -125,12 +121,12 @@ class Settings:
     @property
     def is_auto(self) -> bool:
         """Whether the algorithm is chosen by measuring the ranks."""
-        return isinstance(self.algorithm, str) and self.algorithm == AUTO
+        return isinstance(self.algorithm, str) and self.algorithm == "auto"
 
     @property
     def may_select(self) -> bool:
         """Whether the algorithm selects entries, or may turn out to."""
-        return self.is_auto or (known_compressor(self.algorithm) is None and known(self.algorithm).selects)
+        return self.is_auto or (known_compressor(self.algorithm) is None and resolve(self.algorithm).selects)
 
     @property
     def last_density(self) -> float:
@@ -145,18 +141,25 @@ class Settings:
     def _check_algorithm(self) -> None:
         """Raises TypeError or ValueError for settings that do not fit the algorithm, or would have no effect."""
         if self.is_auto:
-            refuse_options(self.options)
-            wire_named(self.wire)
-            self._check_compressor(f"algorithm={AUTO!r} may take one that prescribes its selection")
-        elif (whole := known_compressor(self.algorithm)) is not None:
-            check_compressed(whole, self.options, self.wire, self.momentum, "the optimizer")
-            self._check_compressor(f"{whole.name} selects nothing")
+            if self.options:
+                raise ValueError(
+                    f'algorithm="auto" chooses options too, but {dict(self.options)} was given: name their algorithm'
+                )
+            resolve("gtopk", wire=self.wire)
+            self._check_compressor("algorithm='auto' may take one that prescribes its selection")
+        elif (dense := known_compressor(self.algorithm)) is not None:
+            dense.given(self.options)
+            if self.wire != "fp32":
+                raise ValueError(
+                    f"{dense.name} has a wire of its own, so wire={self.wire!r} would have no effect: leave it out"
+                )
+            self._check_selects_nothing(dense.name)
         elif isinstance(self.algorithm, str) and self.algorithm not in ALGORITHMS:
             raise ValueError(
-                f"unknown algorithm {self.algorithm!r}; known: {', '.join([*ALGORITHMS, *COMPRESSORS, AUTO])}"
+                f"unknown algorithm {self.algorithm!r}; known: {', '.join([*ALGORITHMS, *COMPRESSORS, 'auto'])}"
             )
         else:
-            self._check_entry(known(self.algorithm))
+            self._check_entry(resolve(self.algorithm))
         if self.dense_below and not self.may_select:
             raise ValueError(f"dense_below={self.dense_below} is for algorithms that select; this one sends all whole")
 
@@ -166,17 +169,18 @@ class Settings:
                 f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own"
             )
         if not entry.selects:
-            if self.momentum:
-                raise ValueError(
-                    f"{entry.name} selects nothing, so momentum={self.momentum} belongs into the optimizer"
-                )
-            self._check_compressor(f"{entry.name} selects nothing")
-            dense_wire(self.wire)
+            self._check_selects_nothing(entry.name)
+            if self.wire not in DENSE_WIRES:
+                raise ValueError(f"wire is {self.wire!r}, expected for a dense sum one of {', '.join(DENSE_WIRES)}")
             return
         if entry.prescribes:
             self._check_compressor(f"{entry.name} prescribes its selection")
-        if wire_named(self.wire) is not PLAIN:
-            check_takes_wire(entry)
+        resolve(entry, wire=self.wire)
+
+    def _check_selects_nothing(self, name: str) -> None:
+        if self.momentum:
+            raise ValueError(f"{name} selects nothing, so momentum={self.momentum} belongs into the optimizer")
+        self._check_compressor(f"{name} selects nothing")
 
     def _check_compressor(self, why: str) -> None:
         """Raises ValueError for a compressor whose selection would be ignored. Of a TopK only its k counts."""

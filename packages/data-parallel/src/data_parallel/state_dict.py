@@ -39,20 +39,6 @@ def saved_by(comm: Communicator) -> dict[str, Any]:
     return replicas.saved_by(comm.rank, comm.size, RESHARD)
 
 
-def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
-    """This part of a state_dict; ValueError unless it is of this rank and this world size."""
-    own = replicas.check_saved_by(
-        state,
-        rank,
-        size,
-        of="a DistributedOptimizer, a SparseHookState or an HsdpState",
-        needs=("algorithm", "algorithm_state"),
-        advice=CARRY,
-        one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
-    )
-    return _whole(own)
-
-
 def gathered_state(
     take: Callable[[], Mapping[str, Any]], comm: Communicator, *, alike: bool, advice: str = RESHARD
 ) -> dict[str, Any]:
@@ -63,9 +49,22 @@ def gathered_state(
     return replicas.gathered_state(take, comm, advice=advice, alike=alike)
 
 
-def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
-    """This rank's part of a gathered state; any other state as it is. ValueError for another number of ranks."""
-    return state_of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
+def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """This rank's state, out of a gathered one too, and the exchange's part of it, complete where DCP left out {}.
+
+    ValueError unless it is of this rank and this world size.
+    """
+    state = state_of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
+    own = replicas.check_saved_by(
+        state,
+        comm.rank,
+        comm.size,
+        of="a DistributedOptimizer, a SparseHookState or an HsdpState",
+        needs=("algorithm", "algorithm_state"),
+        advice=CARRY,
+        one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
+    )
+    return state, _whole(own)
 
 
 def is_of_several(state: Any) -> bool:
@@ -160,7 +159,7 @@ def reshard_residuals(
 
     Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
     what is still to be applied stays the same. The wrapped optimizer's state, which is the same on all ranks, goes to
-    every rank (with sends="updates" each rank has its own, and all get their mean); what an algorithm learnt about P
+    every rank (each `UpdateOptimizer` has its own, and all get their mean); what an algorithm learnt about P
     ranks is forgotten.
 
     Args:

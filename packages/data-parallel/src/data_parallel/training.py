@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data_parallel.exchange import Exchange
-from data_parallel.group_settings import shared_settings
 from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
 from data_parallel.state_dict import (
     check_fit,
-    check_saved_by,
     check_sent,
     complete,
     own_state,
@@ -26,6 +24,8 @@ from data_parallel.state_dict import (
     sending,
 )
 
+SHARED = ("lr", "momentum", "betas", "weight_decay")
+"""Settings of parameter groups that ranks share; an optimizer may adapt other values there, each rank its own."""
 GROUPS_EVERY = 100
 """Steps between two comparisons of parameter groups' settings, the first of which is in the first step."""
 
@@ -60,18 +60,8 @@ class Training:
         self.settings, self.comm, self.sends = settings, comm, sends
         self.taken = self.skipped = 0
         self._begins = True  # no step since parameters may have been loaded
-        self.scheme, self.choice = choose_scheme(
-            comm,
-            algorithm=settings.algorithm,
-            options=settings.options,
-            wire=settings.wire,
-            compressor=settings.compressor,
-            momentum=settings.momentum,
-            dense_below=settings.dense_below,
-            selects=sends == "updates",
-            parameters=parameters,
-            tentative=settings.nonfinite == "skip",
-        )
+        selects = sends == "updates"
+        self.scheme, self.choice = choose_scheme(settings, comm, selects=selects, parameters=parameters)
         self.exchange = Exchange(
             self.scheme,
             comm,
@@ -115,7 +105,7 @@ class Training:
         if begins:
             digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
             begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
-        self.exchange.shared = f" with {shared_settings(optimizer)}{begun}"
+        self.exchange.shared = f" with {_shared_settings(optimizer)}{begun}"
 
     def count_step(self, parameters: Mapping[str, Tensor]) -> None:
         """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
@@ -124,13 +114,9 @@ class Training:
         if verify and self.taken % verify == 0:
             refuse_unlike(parameters, self.comm)
 
-    def settle(self) -> None:
-        """Ends the last step, where nothing but the next one tells that it is over."""
-        self.skipped += not self.exchange.commit_or_rollback()
-
     def next_step(self, parameters: Mapping[str, Tensor]) -> None:
-        """Ends the last step, and begins and counts another; raises as `begin_step` and `count_step` do."""
-        self.settle()
+        """Begins and counts a step, and ends the last one, where nothing else tells that it is over."""
+        self.skipped += not self.exchange.commit_or_rollback()
         self.begin_step()
         self.count_step(parameters)
 
@@ -163,8 +149,7 @@ class Training:
 
         Raises TypeError or ValueError for one that does not fit. shapes: of what learns, {} if not known yet.
         """
-        state = own_state(state, self.comm)
-        own = dict(check_saved_by(state, self.comm.rank, self.comm.size))
+        state, own = own_state(state, self.comm)
         check_sent(own, self.sends)
         if not self.scheme.keeps:
             refuse_residuals(own["residuals"])
@@ -177,3 +162,19 @@ class Training:
         """Goes on from what `own` gave."""
         self.exchange.load_state_dict(own)
         self.taken, self.skipped, self._begins = own.get("steps", 0), own.get("skipped", 0), True
+
+
+def _shared_settings(optimizer: Optimizer) -> str:
+    """`SHARED` settings of all parameter groups, as a fact."""
+    groups = [
+        ", ".join(f"{name} {_said(group[name])}" for name in SHARED if group.get(name))
+        for group in optimizer.param_groups
+    ]
+    return f"parameter groups of {'; '.join(groups)}"
+
+
+def _said(value: Any) -> str:
+    """Numbers alone: a tensor's representation rounds, and names its device."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_said, value))})"
+    return repr(value.tolist() if isinstance(value, Tensor) else value)

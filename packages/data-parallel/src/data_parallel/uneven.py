@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from communicators import Communicator, allreduce, buckets_of
+from communicators import allreduce, broadcast, buckets_of
 from replicas import default_group
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
@@ -53,7 +53,9 @@ class Shadow(JoinHook):
         last = torch.zeros(comm.size)
         last[comm.rank] = float(is_last_joiner)
         source = int(allreduce(last, comm).nonzero()[0])
-        _take_over(source, _tensors_of(inner), comm)
+        tensors = _tensors_of(inner)
+        for bucket in buckets_of(tensors):
+            bucket.scatter(broadcast(bucket.gather(tensors), comm, root=source), tensors)
 
 
 def _no_gradients() -> float:
@@ -65,10 +67,3 @@ def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [optimizer.state[p][name] for p in parameters if p in optimizer.state for name in sorted(optimizer.state[p])]
     return [p.detach() for p in parameters] + [t for t in kept if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-def _take_over(source: int, tensors: list[Tensor], comm: Communicator) -> None:
-    """Broadcasts tensors as a sum with zeros from all other ranks: differing numbers or shapes are errors, as facts."""
-    for bucket in buckets_of(tensors):
-        flat = bucket.gather(tensors)
-        bucket.scatter(allreduce(flat if comm.rank == source else torch.zeros_like(flat), comm), tensors)

@@ -17,12 +17,13 @@ from typing import Any, Unpack
 
 import torch
 from replicas import STATE_KEY as KEY
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import all_finite
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by
 from data_parallel.backward_order import take_over
+from data_parallel.exchange import Means
 from data_parallel.lookahead import ErrorLookahead
 from data_parallel.optimizer import ExchangingOptimizer
 from data_parallel.optimizer_watch import too_short
@@ -95,10 +96,9 @@ class UpdateOptimizer(ExchangingOptimizer):
                 "DistributedOptimizer"
             )
         super().__init__(optimizer, named_parameters, comm, checked, sends="updates")
-        self._skips = nonfinite == "skip"
         if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
-        self._step_correction = AdamStepCorrection(optimizer, self.comm, sends="updates")
+        self._step_correction = AdamStepCorrection(optimizer, self.comm)
         named = dict(zip(self._names, self._trained, strict=True))
         share = ahead_by(optimizer, self.comm.size)
         self._lookahead = ErrorLookahead(named, partial(self._exchange.error_state, "residuals"), share=share)
@@ -160,7 +160,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         where = self._lookahead.for_step(self._training.settings.last_density)
         self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
-        undo = remembered(self.optimizer) if self._skips else None
+        undo = remembered(self.optimizer) if self._training.settings.nonfinite == "skip" else None
         noise = self._step_correction.state_dict()
         self._step_correction.look(self._trained, self._training.taken)
         with where:
@@ -187,7 +187,7 @@ class UpdateOptimizer(ExchangingOptimizer):
 
     def _open(self) -> None:
         self._exchange.cut = self._rates.facts
-        self._open_buckets(self._rates.buckets())
+        self._means = Means(self._exchange, self._rates.buckets())
 
 
 def updates_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:

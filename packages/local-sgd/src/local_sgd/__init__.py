@@ -1,5 +1,7 @@
 """Local SGD and its family: ranks take steps of their own, and exchange a mean of their models now and then."""
 
+from collections.abc import Callable
+
 from local_sgd.algorithms.bmuf import BMUF
 from local_sgd.algorithms.cocod import CoCoDSGD
 from local_sgd.algorithms.diloco import DiLoCo
@@ -9,9 +11,10 @@ from local_sgd.algorithms.overlap import OverlapLocalSGD
 from local_sgd.algorithms.slowmo import SlowMo
 from local_sgd.algorithms.streaming_diloco import StreamingDiLoCo
 from local_sgd.periodic import PeriodicAveraging
+from local_sgd.rule import Part, Rule
 from local_sgd.version import __version__
 
-ALGORITHMS: dict[str, type[PeriodicAveraging]] = {
+ALGORITHMS: dict[str, Callable[..., PeriodicAveraging]] = {
     "local-sgd": LocalSGD,
     "bmuf": BMUF,
     "slowmo": SlowMo,
@@ -31,7 +34,9 @@ __all__ = [
     "DiLoCo",
     "LocalSGD",
     "OverlapLocalSGD",
+    "Part",
     "PeriodicAveraging",
+    "Rule",
     "SlowMo",
     "StreamingDiLoCo",
     "__version__",

@@ -1,14 +1,18 @@
-"""Mean over ranks of a few vectors, at once or while the caller computes."""
+"""Mean over ranks of a few vectors, at once or while the caller computes; NaN and inf in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from communicators import Communicator, Work, allreduce, run, schedules, start
+from communicators import CollectiveError, Communicator, Work, allgather, allreduce, run, schedules, start
 from torch import Tensor
+
+from local_sgd.parts import by_name, copy_by_name
+from local_sgd.rule import Part
 
 
 @dataclass
@@ -22,6 +26,19 @@ class Arrived:
     means: list[Tensor]
     weight: float
     unfinished: int
+
+    def state_dict(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Means by parameter, zeros where there are none; weight and count."""
+        means = self.means or [torch.zeros_like(part.gather()) for part in parts]
+        return {"means": by_name(parts, means), "weight": self.weight, "unfinished": self.unfinished}
+
+    @staticmethod
+    def of_state(state: Mapping[str, Any], parts: Sequence[Part]) -> Arrived:
+        """Means that `state_dict` gave, in vectors again."""
+        means = [torch.empty_like(part.gather()) for part in parts]
+        for part, mean in zip(parts, means, strict=True):
+            copy_by_name(state["means"], part, mean)
+        return Arrived(means if state["weight"] else [], state["weight"], state["unfinished"])
 
 
 class Averaging:
@@ -42,10 +59,11 @@ class Averaging:
         self._waited = self._under_way = 0.0
         self._since = ""
 
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Seconds that this rank waited, and seconds that exchanges took."""
-        return self._waited, self._under_way
+    @staticmethod
+    def seconds(averagings: Iterable[Averaging]) -> tuple[float, float]:
+        """Seconds that this rank waited for exchanges, and seconds that they took."""
+        waits = [(averaging._waited, averaging._under_way) for averaging in averagings]
+        return sum(waited for waited, _ in waits), sum(under_way for _, under_way in waits)
 
     def agree(self, since: str) -> None:
         """Adds to the facts of the next exchange that it is the first one after `since`."""
@@ -142,3 +160,28 @@ def _means(totals: list[Tensor]) -> Arrived:
     weight, unfinished = totals[0][-2:].tolist()
     means = [total[:-2].div_(total[-2]) for total in totals] if weight else []
     return Arrived(means, weight, int(unfinished))
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether all elements are finite: they are if their sum is, which takes one pass; else it may have overflowed."""
+    return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
+
+
+def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Communicator, what: str) -> None:
+    """Raises CollectiveError, alike on every rank, for means that are not finite; ranks hold the same means."""
+    if all(map(all_finite, means)):
+        return
+    found = [name for part, mean in zip(parts, means, strict=True) for name in _nonfinite(part, mean)]
+    own = any(_nonfinite(part, part.gather()) for part in parts)
+    ranks = [rank for rank, theirs in enumerate(allgather(torch.tensor([int(own)]), comm)) if int(theirs)]
+    if not ranks:
+        raise CollectiveError(f"{what}: the sum over ranks overflows in {found[0]!r}: give smaller weights")
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    raise CollectiveError(
+        f"{what}: the average is not finite in {found[0]!r}{more}; NaN or inf in the parameters of ranks {ranks}: "
+        "nothing was applied; lower the learning rate there, clip gradients, or go back to a checkpoint"
+    )
+
+
+def _nonfinite(part: Part, flat: Tensor) -> list[str]:
+    return [name for name, view in part.by_name(flat).items() if not all_finite(view)]

@@ -20,11 +20,6 @@ class InnerState:
         self._policy, self._optimizer, self._comm, self._what = policy, optimizer, comm, what
         self._entries = self._foreseen() if policy == "average" else []
 
-    @property
-    def resets(self) -> bool:
-        """Whether a boundary clears the state."""
-        return self._policy == "reset"
-
     def at_boundary(self) -> None:
         """Applies the policy; every rank calls it."""
         if self._policy == "reset":

@@ -11,8 +11,7 @@ from communicators import Communicator, allgather, as_communicator
 
 from local_sgd.averaging import Averaging
 from local_sgd.block import Block, Every
-from local_sgd.options import Options
-from local_sgd.settings import whole
+from local_sgd.settings import Settings, whole
 
 Levels: TypeAlias = Sequence[tuple[Any, int]]
 """[(this rank's small group, steps between its means), (all ranks, steps between boundaries)]"""
@@ -31,8 +30,8 @@ class Inner:
         return f"{self.every} steps, {self.times} times"
 
 
-def two_levels(sync_every: Every | Levels, options: Options) -> tuple[Inner | None, Every]:
-    """Splits `sync_every` into the first level and τ among all ranks; `options` gets the last level's group as comm.
+def two_levels(sync_every: Every | Levels, settings: Settings) -> tuple[Inner | None, Every]:
+    """Splits `sync_every` into the first level and τ among all ranks; `settings` gets the last level's group as comm.
 
     Raises:
         TypeError: A number of steps is no whole number.
@@ -42,7 +41,7 @@ def two_levels(sync_every: Every | Levels, options: Options) -> tuple[Inner | No
         return None, sync_every
     if len(sync_every) != 2 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in sync_every):
         raise ValueError(f"sync_every is {sync_every!r}, expected a number or two pairs of a group and a number")
-    if options.get("comm") is not None:
+    if settings.get("comm") is not None:
         raise ValueError("comm is given, and a group of all ranks in the last pair of sync_every: leave comm out")
     (group, often), (everybody, seldom) = sync_every
     if group is None:
@@ -50,7 +49,7 @@ def two_levels(sync_every: Every | Levels, options: Options) -> tuple[Inner | No
     often, seldom = whole("the first number of sync_every", often), whole("the last number of sync_every", seldom)
     if seldom % often:
         raise ValueError(f"sync_every has {often} and {seldom} steps, expected a multiple of {often} as the last one")
-    options["comm"] = everybody
+    settings["comm"] = everybody
     return Inner(group, often, seldom // often), seldom
 
 

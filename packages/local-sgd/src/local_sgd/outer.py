@@ -1,9 +1,10 @@
-"""Outer optimizer, whose gradient is the change of a block."""
+"""Rule of an outer optimizer, whose gradient is the change of a block."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from local_sgd.parts import Part
+from local_sgd.rule import Part, Rule
 from local_sgd.two_momenta import sgd_momentum
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
@@ -22,72 +23,83 @@ MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 NESTEROV: MakeOptimizer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-class Outer:
-    """Optimizer over the anchors z, with one parameter for each of the model's, in its shape and the model's order.
+@dataclass
+class OuterStep(Rule):
+    """Rule of `DiLoCo`: one step of an optimizer over the anchors z, with Δ = z − x̄ as their gradient.
+
+    It has one parameter for each of the model's, in its shape and the model's order.
 
     make: makes it, such as `functools.partial(torch.optim.SGD, lr=0.7)`.
     schedule: makes a scheduler of its rate, which steps after each outer step; None: there is none.
+    outer, scheduler: both, once made.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], names: Sequence[str], make: MakeOptimizer, schedule: MakeScheduler | None
-    ) -> None:
+    make: MakeOptimizer = field(repr=False)
+    schedule: MakeScheduler | None = field(repr=False)
+    outer: Optimizer = field(init=False, repr=False)
+    scheduler: LRScheduler | None = field(init=False, repr=False)
+    anchors = ("anchor",)
+
+    def begin(self, parts: Sequence[Part], names: Sequence[str]) -> None:
+        """Makes the outer optimizer over the anchors."""
         views = {name: view for part in parts for name, view in part.by_name(part["anchor"]).items()}
         self._parameters = {name: nn.Parameter(views[name]) for name in names if name in views}
-        self.optimizer = _checked(make(list(self._parameters.values())), self._parameters)
-        self.scheduler = None if schedule is None else schedule(self.optimizer)
+        self.outer = _checked(self.make(list(self._parameters.values())), self._parameters)
+        self.scheduler = None if self.schedule is None else self.schedule(self.outer)
         if self.scheduler is not None and not callable(getattr(self.scheduler, "step", None)):
             raise TypeError(f"outer_scheduler makes {type(self.scheduler).__name__}, expected one with step()")
         self._steps = 0
 
-    def __str__(self) -> str:
-        schedule = "" if self.scheduler is None else f", {type(self.scheduler).__name__}"
-        return " ".join(str(self.optimizer).split()) + schedule
+    def apply(self, parts: Sequence[Part], xs: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
+        """Steps with Δ = z − x̄, and takes z."""
+        self.step(parts, [part["anchor"] - mean for part, mean in zip(parts, means, strict=True)])
+        return [part["anchor"] for part in parts]
 
-    def alike(self) -> str:
-        """Settings and rates, as text that ranks must share at every outer step."""
-        return f", outer optimizer {self}"
-
-    def gain(self) -> float:
-        """Factor by which SGD's momentum multiplies a steady change, its rate included; 0 without momentum."""
-        momenta = [(float(group["lr"]), sgd_momentum(group)) for group in self.optimizer.param_groups]
-        return max((rate / (1 - momentum) for rate, momentum in momenta if momentum), default=0.0)
-
-    def give(self, part: Part, delta: Tensor) -> None:
-        """Sets Δ of a part as the gradient of its anchor."""
-        for name, view in part.by_name(delta).items():
-            self._parameters[name].grad = view
-
-    def step(self) -> None:
-        """Steps the optimizer, then the scheduler."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    def step(self, parts: Sequence[Part], deltas: Sequence[Tensor]) -> None:
+        """Steps the optimizer with Δ as the gradient of each part's anchor, then the scheduler."""
+        for part, delta in zip(parts, deltas, strict=True):
+            for name, view in part.by_name(delta).items():
+                self._parameters[name].grad = view
+        self.outer.step()
+        self.outer.zero_grad(set_to_none=True)
         self._steps += 1
         if self.scheduler is not None:
             self.scheduler.step()
 
+    def gain(self) -> float:
+        """Factor by which SGD's momentum multiplies a steady change, its rate included; 0 without momentum."""
+        momenta = [(float(group["lr"]), sgd_momentum(group)) for group in self.outer.param_groups]
+        return max((rate / (1 - momentum) for rate, momentum in momenta if momentum), default=0.0)
+
+    def alike(self) -> str:
+        """Outer optimizer's settings and rates, which ranks must share at every outer step."""
+        schedule = "" if self.scheduler is None else f", {type(self.scheduler).__name__}"
+        return f", outer optimizer {' '.join(str(self.outer).split())}{schedule}"
+
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter, whatever the cut into vectors."""
-        state, held = saved_optimizer(self.optimizer, stepped=self._steps > 0)
+        """State of the outer optimizer by parameter, whatever the cut into vectors."""
+        state, held = saved_optimizer(self.outer, stepped=self._steps > 0)
         schedule = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
-        return {"state": state, "held": held, "steps": self._steps, **schedule}
+        return {"outer": {"state": state, "held": held, "steps": self._steps, **schedule}}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for a state that does not fit; changes nothing."""
+        state = state["outer"]
         if ("scheduler" in state) != (self.scheduler is not None):
             raise ValueError(
                 f"the state is of an outer optimizer with{'' if 'scheduler' in state else 'out'} a scheduler"
             )
         theirs = [len(group["params"]) for group in state["state"]["param_groups"]]
-        own = [len(group["params"]) for group in self.optimizer.param_groups]
+        own = [len(group["params"]) for group in self.outer.param_groups]
         if theirs != own:
             raise ValueError(f"the state's outer optimizer has groups of {theirs} parameters, this one of {own}")
         check_loaded(state["state"], state["held"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `check` accepted."""
+        state = state["outer"]
         loaded = check_loaded(state["state"], state["held"])
-        self.optimizer.load_state_dict(copy.deepcopy(loaded))  # torch would go on in the given tensors
+        self.outer.load_state_dict(copy.deepcopy(loaded))  # torch would go on in the given tensors
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self._steps = state["steps"]

@@ -2,61 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from communicators import Bucket, buckets_of
+from replicas import hash_bits
 from torch import Tensor
 
-
-@dataclass
-class Part:
-    """Parameters of one group, dtype and device as one vector x of at least 32 bits an element.
-
-    kept: the algorithm's state between boundaries, by its name there.
-    remainder: rounding error of x in parameters of fewer bits, which belongs to x; None where there is none.
-    weight: sum over ranks in the mean at this boundary: the number of ranks that gave one, where they are not weighted.
-    rate, last_rate: the group's learning rate at this boundary and the last one; NaN where it has none.
-    """
-
-    names: list[str]
-    tensors: list[Tensor]
-    bucket: Bucket
-    group: int
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    remainder: Tensor | None = None
-    weight: float = 0.0
-    rate: float = math.nan
-    last_rate: float = 0.0
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.kept[name]
-
-    def gather(self) -> Tensor:
-        """Copies x out of the parameters."""
-        x = self.bucket.gather(self.tensors)
-        return x if self.remainder is None else x.add_(self.remainder)
-
-    def put(self, x: Tensor) -> None:
-        """Copies x into the parameters."""
-        self.show(x)
-        if self.remainder is not None:
-            self.remainder = x - self.bucket.gather(self.tensors)
-
-    def show(self, x: Tensor) -> None:
-        """Copies x into the parameters for a while only: its rounding error is forgotten."""
-        self.bucket.scatter(x, self.tensors)
-
-    def draft(self) -> Part:
-        """Copies the part with its state, which may then be changed without consequence."""
-        return replace(self, kept={name: flat.clone() for name, flat in self.kept.items()})
-
-    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of a vector, by parameter."""
-        return dict(zip(self.names, self.bucket.views(flat), strict=True))
+from local_sgd.rule import Part
 
 
 def parts_of(
@@ -77,6 +32,30 @@ def parts_of(
             tensors = [members[m] for m in bucket.members]
             parts.append(_part([names[id(p)] for p in tensors], tensors, bucket, position, device))
     return parts
+
+
+def by_name(parts: Sequence[Part], flats: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Views of vectors, one for each part, by parameter."""
+    return {name: view for part, flat in zip(parts, flats, strict=True) for name, view in part.by_name(flat).items()}
+
+
+def copy_by_name(tensors: Mapping[str, Tensor], part: Part, flat: Tensor) -> None:
+    """Copies tensors by parameter into a vector of a part."""
+    for name, view in part.by_name(flat).items():
+        view.copy_(tensors[name])
+
+
+def refuse_other_shapes(what: str, tensors: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
+    """Raises ValueError for saved tensors that are not one for each parameter, in its shape."""
+    saved = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    own = {(name, tuple(p.shape)) for part in parts for name, p in zip(part.names, part.tensors, strict=True)}
+    if wrong := sorted(saved ^ own):
+        raise ValueError(f"{what}: only the checkpoint, or only the model, has (name, shape) {wrong}")
+
+
+def digest(named: Mapping[str, Tensor]) -> int:
+    """Hash of all bits of the parameters, in the order of their names."""
+    return int(hash_bits(torch.stack([hash_bits(named[name]).cpu() for name in sorted(named)])))
 
 
 @contextmanager

@@ -7,25 +7,23 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-import torch
 from communicators import Stats, as_communicator
-from replicas import Buffers
+from replicas import Buffers, Wrapping
 from torch import nn
 from torch.optim import Optimizer
 
-from local_sgd import figures, saved
+from local_sgd import saved
+from local_sgd.averaging import Averaging
 from local_sgd.block import Block, Every
-from local_sgd.boundaries import Boundaries
-from local_sgd.inner_state import InnerState
-from local_sgd.levels import Near
-from local_sgd.options import check_options
-from local_sgd.parts import parts_of, shown
-from local_sgd.settings import number
+from local_sgd.driver import Boundaries, Driver
+from local_sgd.parts import shown
+from local_sgd.rule import Rule
+from local_sgd.settings import Settings, check_settings, number
 
 
-class PeriodicAveraging(Boundaries):
+class PeriodicAveraging(Wrapping):
     """Wraps an optimizer: its steps are local, and after every τ of them ranks exchange a mean of their models.
 
         optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=4)
@@ -34,16 +32,22 @@ class PeriodicAveraging(Boundaries):
             optimizer.step(); optimizer.zero_grad(); optimizer.average()
         optimizer.finish()
 
-    x is a rank's model and x̄ the mean over ranks; a boundary comes after every τ-th `average`.
+    x is a rank's model and x̄ the mean over ranks; a boundary comes after every τ-th `average`. `LocalSGD` and its
+    like are this class with a rule; a rule of one's own is a `Rule`.
 
     Parameters of 16 bits are averaged in 32; the rounding error stays with the rank that rounds.
     Parameters that are frozen now (requires_grad False) are left out; freezing or adding some later is an error.
-    A warning says so where DDP wraps the module among the same ranks, because it exchanges every gradient anyway.
+    A warning says so where `model` is in DDP among the same ranks, because that exchanges every gradient anyway.
 
     Args:
         optimizer: Any optimizer over the live parameters; this object shares its param_groups, state and defaults.
+        rule: State and equation of the algorithm.
         sync_every: τ, or a function that gives it from the number of steps before the block, such as a warm-up:
             `lambda step: 1 if step < 1000 else 16`. Ranks may have other values: their blocks are exchanged in order.
+        driver: When ranks exchange, and which parameters; default: all of them at every boundary.
+        **settings: See Attributes.
+
+    Attributes:
         comm: See `communicators.as_communicator`; its `timeout` is how long a boundary waits for a late rank.
         model: Gives the parameters' names in errors, and has the `buffers`.
         buffers: Policy for the model's buffers, such as BatchNorm's: "keep", every rank its own until `drain` or
@@ -66,51 +70,41 @@ class PeriodicAveraging(Boundaries):
 
     advice = saved.ANEW
     instead_of_ddp = "; DDP inside each node alone, by process_group= of its ranks, is as it should be"
-    instead_of_shards = (
-        "to average them shard by shard is not supported: give whole parameters, as DistributedDataParallel or a plain "
-        "module has them"
-    )
+    instead_of_shards = "to average them shard by shard is not supported: give whole parameters, as a plain module has"
 
     def __init__(
         self,
         optimizer: Optimizer,
+        rule: Rule,
         *,
         sync_every: Every = 4,
-        comm: Any = None,
-        model: nn.Module | None = None,
-        buffers: str = "keep",
-        inner_state: str = "keep",
-        weighted: bool = False,
-        broadcast: bool = True,
-        native: bool = False,
-        bucket_bytes: int | None = None,
-        anchor_device: torch.device | str | None = None,
+        driver: Driver | None = None,
+        **settings: Unpack[Settings],
     ) -> None:
-        check_options(buffers=buffers, inner_state=inner_state, bucket_bytes=bucket_bytes, model=model)
-        self._block = Block(sync_every)
-        super().__init__(optimizer, None if model is None else model.named_parameters(), comm, model=model)
-        what, self._native = self._what, native
-        self._refuse_native()
-        if self.needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
+        what = type(rule if type(self) is PeriodicAveraging else self).__name__
+        check_settings(settings, what)
+        model, named = settings.get("model"), None
+        if model is not None:
+            named = model.named_parameters()
+        self.rule, self._driver, self._block = rule, driver or Boundaries(), Block(sync_every)
+        super().__init__(optimizer, named, settings.get("comm"), model=model, what=what)
+        buffers = Buffers(model, settings.get("buffers", "keep"), self.comm, what)
+        self._model, self._weighted = model, bool(settings.get("weighted"))
+        self._refuse_native(bool(settings.get("native")))
+        if rule.needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
             raise ValueError(f"{what} counts in learning rates, but parameter groups {lacking} have no 'lr'")
-        self.check()
-        self._weighted, self._model = bool(weighted), model
-        self._said = self._shared_settings(buffers, inner_state)
-        agreed = {**self._said, "bucket_bytes": bucket_bytes}
+        rule.prepare(self.comm.size)
+        policies = {name: settings.get(name, "keep") for name in ("buffers", "inner_state")}
+        switches = {name: bool(settings.get(name)) for name in ("weighted", "native")}
+        self._said = {**rule.shared(), **policies, **switches, **self._driver.facts()}
+        agreed = {**self._said, "bucket_bytes": settings.get("bucket_bytes")}
         text = ", ".join(f"{name}={value!r}" for name, value in agreed.items())
-        self.start_alike(text, model=model, broadcast=broadcast)
-        device = None if anchor_device is None else torch.device(anchor_device)
-        groups, pieces = optimizer.param_groups, self.pieces()
-        self._parts = [part for piece in pieces for part in parts_of(groups, piece, bucket_bytes, device)]
-        self._near = None if self.inner is None else Near(self.inner, self._comm, what, native=native)
-        self._sums = self.compression.sum_of(self._parts, self._comm, what) if self.compression else None
-        self._averaging = self.averaging_of(self._parts)
-        self._buffers = Buffers(model, buffers, self._comm, what)
-        self._inner = InnerState(inner_state, optimizer, self._comm, what)
-        self._begin()
+        self.start_alike(text, model=model, broadcast=settings.get("broadcast", True))
+        self._driver.begin(self, rule, self._block, buffers, settings)
         optimizer.register_step_pre_hook(partial(_departs, weakref.ref(self)))
         self._sent_before, self._steps_before = self._sent, 0
-        self._showing, self._expected, self._loaded, self._unseen, self._warned = False, None, False, 0, False
+        self._showing, self._unseen, self._warned = False, 0, False
+        self._expected: int | None = None
 
     @property
     def sync_every(self) -> Every:
@@ -119,7 +113,7 @@ class PeriodicAveraging(Boundaries):
 
     @sync_every.setter
     def sync_every(self, every: Every) -> None:
-        if self.inner is not None:
+        if self._driver.near is not None:
             raise ValueError("sync_every of two levels stays as it is: drain(), and make another optimizer")
         self._block.every = every
 
@@ -130,7 +124,8 @@ class PeriodicAveraging(Boundaries):
         1 where every exchange is over before its mean is applied: at the next boundary, or in `StreamingDiLoCo` `delay`
         steps later. 0 where it is waited for at once: by algorithms that do not overlap, and with a delay of 0.
         """
-        return figures.hidden_fraction(self.averagings())
+        waited, under_way = Averaging.seconds(self._driver.averagings)
+        return max(0.0, 1.0 - waited / under_way) if under_way > 0 else None
 
     def stats(self) -> Stats:
         """Cost and savings of training on this rank since this optimizer was made; exchanges nothing.
@@ -141,22 +136,19 @@ class PeriodicAveraging(Boundaries):
             - boundaries: Number of boundaries so far.
             - bytes_sent: Over `comm`, also by others that use it, and over its small group if there are two levels.
         """
-        taken, size = self._block.steps - self._steps_before, self._comm.size
+        taken, size = self._block.steps - self._steps_before, self.comm.size
         nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
         counted = {"steps": self._block.steps, "boundaries": self._block.boundaries}
         sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": taken * (2 * nbytes * (size - 1) // size)}
-        return Stats({**counted, **sent, **figures.seconds(self.averagings())})
+        waited, under_way = Averaging.seconds(self._driver.averagings)
+        hidden = {"seconds_hidden": max(0.0, under_way - waited)}
+        return Stats({**counted, **sent, "seconds_exchanging": under_way, "seconds_waited": waited, **hidden})
 
     def __repr__(self) -> str:
         """Settings, and the wrapped optimizer's."""
         settings = {"sync_every": self._block.every, **{name: value for name, value in self._said.items() if value}}
         said = [f"{name}={value!r}" for name, value in settings.items()]
-        return f"{self._what}({', '.join(said)}, rank {self._comm.rank} of {self._comm.size}, {self.optimizer!r})"
-
-    @property
-    def _sent(self) -> int:
-        near = 0 if self._near is None else self._near.comm.bytes_sent
-        return self._comm.bytes_sent + near
+        return f"{self.what}({', '.join(said)}, rank {self.comm.rank} of {self.comm.size}, {self.optimizer!r})"
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes the wrapped optimizer's step, on this rank alone."""
@@ -173,22 +165,18 @@ class PeriodicAveraging(Boundaries):
         Args:
             weight: Weight of the step, such as its number of samples; given if, and only if, means are `weighted`.
         """
-        weight = self._counted(weight)
-        last = self._block.count(weight)
-        if self._near is not None:
-            if self._near.block.count(weight):
-                self._sync_near(self._near, finished=False)
-            last = self._near.is_due
-        if last:
-            self._sync_all()
+        self._refuse_shown("average()")
+        self._driver.depart()
+        self._unseen = 0
+        self._driver.count(self._checked(weight))
 
     def drain(self) -> None:
         """Ends the block and any exchange under way; every rank then holds the model, bit for bit, and buffers.
 
         All ranks call it at the same point. A rank that has fewer blocks than others calls `finish`.
         """
-        self._refuse_unended()
-        self._end(most=2 if self.overlaps else 1)
+        self._refuse_unseen()
+        self._driver.end(most=1)
 
     def finish(self) -> None:
         """Ends this rank's steps: takes part in the others' boundaries until all have finished; then acts as `drain`.
@@ -196,21 +184,23 @@ class PeriodicAveraging(Boundaries):
         Ranks may come with different numbers of steps. After its last block a rank that has finished is left out of the
         means, and follows the others. Training may go on afterwards.
         """
-        self._refuse_unended()
-        self._end(most=None)
+        self._refuse_unseen()
+        self._driver.end(most=None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Calls `finish`, unless an exception leaves the block."""
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Calls `finish`, unless an exception leaves the block, which other ranks may have to be told."""
+        if error is None:
             self.finish()
+        else:
+            self._driver.give_up(error)
         self.end_steps()
 
     def wait(self) -> None:
         """Waits for the exchange under way, so that it can be counted; it is applied at the next boundary as ever."""
-        for averaging in self.averagings():
+        for averaging in self._driver.averagings:
             averaging.wait()
 
     @contextmanager
@@ -230,9 +220,9 @@ class PeriodicAveraging(Boundaries):
             `model`.
         """
         self._refuse_shown("averaged_model()")
-        comm = self._comm if comm is None else as_communicator(comm)
-        models = self._models(comm)
-        with self._buffers.shared(comm), shown(self._parts, models):
+        comm = self.comm if comm is None else as_communicator(comm)
+        models = self._driver.models(comm)
+        with self._driver.buffers.shared(comm), shown(self._driver.parts, models):
             self._showing = True
             try:
                 yield self._model
@@ -248,9 +238,8 @@ class PeriodicAveraging(Boundaries):
         """
         self._refuse_shown("state_dict()")
         self._refuse_other_parameters()
-        arrived = self._averaging.arrived() if self.overlaps else None
+        own = saved.state_of(self._driver)
         self.end_steps()
-        own = saved.own_state(self, self._parts, self._block, arrived, drained=self._drained)
         return self.state_with(own, stepped=self._block.steps > 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -271,45 +260,35 @@ class PeriodicAveraging(Boundaries):
                 number of ranks; or, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
         self._refuse_shown("load_state_dict()")
-        wrapped, own = self.parts_of_state(state_dict, (*saved.NEEDS, *self.more), anyones="drained")
-        saved.check(self, own, self._parts)
+        needs = (*saved.NEEDS, *self._driver.needs())
+        wrapped, own = self.parts_of_state(state_dict, needs, anyones="drained")
+        saved.check(self._driver, own)
         self.wait()  # an error of what is under way is raised before anything is changed
         taken = self._block.steps - self._steps_before
-        arrived = saved.load(self, wrapped, own, self._parts, self._block)
-        self._steps_before = self._block.steps - taken
-        if arrived is not None:
-            self._averaging.store(arrived)
-        self._drained, self._expected, self._loaded = own["drained"], own["parameters"], True
+        self.optimizer.load_state_dict(wrapped)
+        saved.load(self._driver, own)
+        self._steps_before, self._expected = self._block.steps - taken, own["parameters"]
 
-    def _refuse_native(self) -> None:
-        if self._native and self.overlaps:
-            raise ValueError(f"native=True waits for the transport, but {self._what} goes on meanwhile: leave it out")
-        if self._native and self.compression:
+    @property
+    def _sent(self) -> int:
+        near = self._driver.near
+        return self.comm.bytes_sent + (0 if near is None else near.comm.bytes_sent)
+
+    def _refuse_native(self, native: bool) -> None:
+        if native and self.rule.overlaps:
+            raise ValueError(f"native=True waits for the transport, but {self.what} goes on meanwhile: leave it out")
+        if native and self._driver.compression:
             raise ValueError(
-                f"native=True is the transport's sum, and compress={self.compression!r} another: leave one out"
+                f"native=True is the transport's sum, and compress={self._driver.compression!r} another: leave one out"
             )
-
-    def _shared_settings(self, buffers: str, inner_state: str) -> dict[str, Any]:
-        """Settings that must be the same on all ranks."""
-        shared = {name: getattr(self, name) for name in self.settings}
-        shared |= {"buffers": buffers, "inner_state": inner_state, "weighted": self._weighted, "native": self._native}
-        shared |= {"compress": self.compression} if self.compression else {}
-        return shared | ({"levels": self.inner} if self.inner else {})
-
-    def _counted(self, weight: float | None) -> float:
-        """Weight of a step that is over."""
-        self._refuse_shown("average()")
-        self._depart()
-        self._unseen = 0
-        return self._checked(weight)
 
     def _checked(self, weight: float | None) -> float:
         if weight is None and not self._weighted:
             return 1.0
         if not self._weighted:
-            raise ValueError(f"average(weight={weight}), but means are plain: make the {self._what} with weighted=True")
+            raise ValueError(f"average(weight={weight}), but means are plain: make the {self.what} with weighted=True")
         if weight is None:
-            raise ValueError(f"average() of a weighted {self._what}: give the step's weight, such as len(batch)")
+            raise ValueError(f"average() of a weighted {self.what}: give the step's weight, such as len(batch)")
         if number("weight", weight) < 0:
             raise ValueError(f"weight is {weight}, expected 0 or more")
         return float(weight)
@@ -320,19 +299,19 @@ class PeriodicAveraging(Boundaries):
                 f"{what} inside averaged_model(), where the parameters are not this rank's: leave it first"
             )
 
-    def _refuse_unended(self) -> None:
+    def _refuse_unseen(self) -> None:
         self._refuse_shown("drain() and finish()")
         if self._unseen:
             raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
-        self._depart()
+        self._driver.depart()
 
     def _warn_unseen(self) -> None:
         """Warns once, where a boundary would have been."""
-        block = self._block if self._near is None else self._near.block
+        block = self._block if self._driver.near is None else self._driver.near.block
         if self._unseen >= max(2, block.length) and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._unseen} steps of {self._what} since the last average(), which counts them: ranks exchange "
+                f"{self._unseen} steps of {self.what} since the last average(), which counts them: ranks exchange "
                 "nothing, and go apart. Call optimizer.average() after every optimizer.step()",
                 stacklevel=4,
             )
@@ -348,4 +327,4 @@ def _departs(wrapper: weakref.ref[PeriodicAveraging], *_: Any) -> None:
     """Runs before a step of the wrapped optimizer, whoever takes it; keeps no wrapper alive that was replaced."""
     living = wrapper()
     if living is not None:
-        living._depart()
+        living._driver.depart()

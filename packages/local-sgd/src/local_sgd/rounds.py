@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
+import torch
 from communicators import CollectiveError, Communicator
 from torch import Tensor
 
-from local_sgd.options import Options
-from local_sgd.outer import Outer
-from local_sgd.parts import Part
-
-
-class Round(Protocol):
-    """One round, alike on all ranks, to be applied once and in order, such as `partial_collectives.PartialResult`.
-
-    total: the sum of the contributions, weights included. weight: the sum of the weights. round: its number.
-    nonfinite: the ranks that contributed NaN or inf.
-    """
-
-    @property
-    def total(self) -> Tensor | list[Tensor]: ...
-
-    @property
-    def weight(self) -> float: ...
-
-    @property
-    def round(self) -> int: ...
-
-    @property
-    def nonfinite(self) -> tuple[int, ...]: ...
+from local_sgd.averaging import Averaging
+from local_sgd.driver import Driver
+from local_sgd.outer import OuterStep
+from local_sgd.settings import Settings
 
 
 class Rounds(Protocol):
     """Sums of the ranks' contributions, in rounds that every rank gets once, in order, bit for bit; nothing is lost.
 
-    `partial_collectives.PartialAllreduce` is one.
+    `partial_collectives.PartialAllreduce` is one. A round, alike on all ranks, such as `PartialResult`, has `total`,
+    the sum of the contributions, weights included; `weight`, the sum of the weights; `round`, its number; `nonfinite`,
+    the ranks that contributed NaN or inf.
     """
 
-    def allreduce(self, tensor: Sequence[Tensor], /, *, weight: float = 1.0) -> Iterable[Round]:
+    def allreduce(self, tensor: Sequence[Tensor], /, *, weight: float = 1.0) -> Iterable[Any]:
         """Contributes weight · tensor; returns the rounds that are over, at least one."""
 
-    def synchronize(self) -> Iterable[Round]:
+    def synchronize(self) -> Iterable[Any]:
         """Meets all ranks that have more to contribute; returns the rounds until then."""
 
-    def finish(self) -> Iterable[Round]:
+    def finish(self) -> Iterable[Any]:
         """Ends this rank's contributions; returns the remaining rounds."""
 
     def close(self) -> None:
@@ -64,16 +48,11 @@ class Rounds(Protocol):
         """Restores a state; all ranks call it."""
 
 
-class MakeRounds(Protocol):
-    """Makes `Rounds` for tensors of these sizes, on all ranks."""
-
-    def __call__(self, like: list[Tensor], comm: Communicator, /) -> Rounds: ...
+MakeRounds: TypeAlias = Callable[[list[Tensor], Communicator], Rounds]
+"""allreduce(like, comm): makes rounds for tensors of these sizes, on all ranks."""
 
 
-RoundsOption: TypeAlias = MakeRounds | None
-
-
-class OuterRounds:
+class OuterRounds(Driver):
     """Contributes the change of a block, Δ = z − x, to a round; every round is one step of the outer optimizer.
 
         give Δ;   for every round that is over:  z ← outer(z, total / m);   then  x ← z
@@ -82,70 +61,103 @@ class OuterRounds:
     weight. z is the same on all ranks after the same number of rounds.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], outer: Outer, make: MakeRounds, comm: Communicator, *, weighted: bool, what: str
-    ) -> None:
-        self._parts, self._outer, self._size = parts, outer, comm.size
-        self._weighted, self._what = weighted, what
-        self._rounds, self._ended = make([part["anchor"] for part in parts], comm), False
+    rule: OuterStep
 
-    def give(self, weight: float) -> None:
-        """Contributes the change of a block that has ended."""
-        changes = [part["anchor"] - part.gather() for part in self._parts]
-        self._apply(self._rounds.allreduce(changes, weight=weight))
+    def __init__(self, make: Any, settings: Settings, *, levels: bool) -> None:
+        super().__init__()
+        if not callable(make):
+            raise TypeError(
+                f"allreduce is {make!r}, expected what makes rounds, allreduce(like, comm), such as "
+                "functools.partial(PartialAllreduce, quorum='majority'); or, with compress, the sum of what it sends"
+            )
+        policies = {"buffers": settings.get("buffers", "keep"), "inner_state": settings.get("inner_state", "keep")}
+        waits = [f"{name}={policy!r}" for name, policy in policies.items() if policy != "keep"]
+        waits += ["native=True"] * bool(settings.get("native")) + ["two levels"] * levels
+        if waits:
+            raise ValueError(
+                f"{', '.join(waits)}: all ranks wait for each other there, which rounds do not: leave it out"
+            )
+        self._make: MakeRounds = make
+        self._ended = False
 
-    def synchronize(self) -> None:
-        """Meets all ranks that have more blocks; then z is the same on all."""
-        self._apply(self._rounds.synchronize())
+    def connect(self) -> list[Averaging]:
+        """Begins the outer optimizer, and makes the rounds."""
+        self.rule.begin(self.parts, list(self.owner.trained))
+        self.agree(self.rule.alike())
+        self._rounds = self._make([part["anchor"] for part in self.parts], self.comm)
+        return []
 
-    def finish(self) -> None:
-        """Takes part until no rank has another block, then closes the rounds; once."""
-        if not self._ended:
+    def count(self, weight: float) -> None:
+        """Counts a step; contributes the change of a block that has ended."""
+        if self.block.count(weight):
+            self.next_boundary()
+            self._give(self.own_weight())
+            self.block.end()
+
+    def end(self, *, most: int | None) -> None:
+        """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
+        self.next_boundary()
+        if weight := self.own_weight():
+            self._give(weight)
+        if most is not None:
+            self._apply(self._rounds.synchronize())
+        elif not self._ended:
             self._apply(self._rounds.finish())
             self._rounds.close()
             self._ended = True
+        self.block.end()
+        self.drained = True
+        self.owner.end_steps()
+
+    def depart(self) -> None:
+        """Leaves the drained state before a step; parameters loaded since then are refused."""
+        if self.drained and any(not torch.equal(part["anchor"], part.gather()) for part in self.parts):
+            raise RuntimeError(
+                "the model has other weights than those that its ranks ended with, which the rounds of allreduce= "
+                "do not compare: load weights on all ranks before the DiLoCo is made"
+            )
+        self.drained = False
+
+    def models(self, comm: Communicator) -> list[Tensor]:
+        """Anchors, once all ranks have applied the same rounds."""
+        if not self.drained:
+            raise RuntimeError("averaged_model(): ranks may have applied unlike numbers of rounds: drain() first")
+        return self.anchors()
 
     def give_up(self, error: BaseException) -> None:
         """Tells the other ranks of an error."""
         self._rounds.__exit__(type(error), error, error.__traceback__)
 
+    def needs(self) -> tuple[str, ...]:
+        """Keys of `state_dict`."""
+        return (*super().needs(), "rounds")
+
     def state_dict(self) -> dict[str, Any]:
-        """State of the rounds."""
-        return self._rounds.state_dict()
+        """State of the rounds, and of the outer optimizer."""
+        return {"rounds": self._rounds.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the rounds."""
-        self._rounds.load_state_dict(state)
+        """Restores the outer optimizer, and the rounds; nothing is in those of a drained state."""
+        super().load_state_dict(state)
+        if not state["drained"]:
+            self._rounds.load_state_dict(state["rounds"])
 
-    def _apply(self, rounds: Iterable[Round]) -> None:
+    def _give(self, weight: float) -> None:
+        changes = [part["anchor"] - part.gather() for part in self.parts]
+        self._apply(self._rounds.allreduce(changes, weight=weight))
+
+    def _apply(self, rounds: Iterable[Any]) -> None:
         for one in rounds:
             if one.nonfinite:
                 raise CollectiveError(
-                    f"{self._what}: NaN or inf in the parameters of ranks {list(one.nonfinite)}, seen in round "
+                    f"{self.what}: NaN or inf in the parameters of ranks {list(one.nonfinite)}, seen in round "
                     f"{one.round}: lower the learning rate there, clip gradients, or go back to a checkpoint"
                 )
             if self._weighted and not one.weight:  # on all ranks: there is nothing to take a mean of
                 continue
-            divisor = one.weight if self._weighted else self._size
+            divisor = one.weight if self._weighted else self.comm.size
             totals = [one.total] if isinstance(one.total, Tensor) else one.total
-            for part, total in zip(self._parts, totals, strict=True):
-                self._outer.give(part, (total / divisor).to(part["anchor"].device))
-            self._outer.step()
-        for part in self._parts:
+            deltas = [(t / divisor).to(part["anchor"].device) for part, t in zip(self.parts, totals, strict=True)]
+            self.rule.step(self.parts, deltas)
+        for part in self.parts:
             part.put(part["anchor"])
-
-
-def checked_rounds(make: object, compress: object, options: Options, *, levels: bool) -> RoundsOption:
-    """Maker of rounds, if an allreduce comes without compress; an error for options that rounds exclude."""
-    if make is None or compress is not None:
-        return None
-    if not callable(make):
-        raise TypeError(
-            f"allreduce is {make!r}, expected what makes rounds, allreduce(like, comm), such as "
-            "functools.partial(PartialAllreduce, quorum='majority'); or, with compress, the sum of what it sends"
-        )
-    waits = [f"{name}={options[name]!r}" for name in ("buffers", "inner_state") if options.get(name, "keep") != "keep"]
-    waits += ["native=True"] * bool(options.get("native")) + ["two levels"] * levels
-    if waits:
-        raise ValueError(f"{', '.join(waits)}: all ranks wait for each other there, which rounds do not: leave it out")
-    return cast(MakeRounds, make)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-from communicators import Communicator
-from replicas import hash_bits
 from torch import Tensor
-from torch.optim import Optimizer
 
-from local_sgd.averaging import Arrived
-from local_sgd.block import Block
-from local_sgd.parts import Part
+from local_sgd.driver import Driver
+from local_sgd.parts import by_name, copy_by_name, digest, refuse_other_shapes
 
 ANEW = (
     "call drain() before state_dict(), and any rank's state and model may be loaded at any number of ranks; or start "
@@ -22,89 +17,60 @@ ANEW = (
 NEEDS = ("algorithm", "block", "kept", "rates", "parameters", "drained")
 
 
-class Saved(Protocol):
-    """Optimizer whose state is saved; see `PeriodicAveraging`."""
-
-    anchors: tuple[str, ...]
-    momenta: ClassVar[tuple[str, ...]]
-    overlaps: ClassVar[bool]
-    more: tuple[str, ...]
-    optimizer: Optimizer
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def comm(self) -> Communicator: ...
-
-    def more_state(self) -> dict[str, Any]: ...
-
-    def check_more(self, state: Mapping[str, Any]) -> None: ...
-
-    def load_more(self, state: dict[str, Any]) -> None: ...
-
-
-def own_state(
-    optimizer: Saved, parts: Sequence[Part], block: Block, arrived: Arrived | None, *, drained: bool
-) -> dict[str, Any]:
-    """This rank's own part of the state."""
-    own = {
-        "algorithm": type(optimizer).__name__,
-        "block": block.state_dict(),
-        "kept": {name: _by_name(parts, [part[name] for part in parts]) for name in _kept(optimizer)},
-        "remainders": _remainders(parts),
-        "rates": [_last_rate(parts, group) for group in range(len(optimizer.param_groups))],
-        "parameters": digest({name: p for part in parts for name, p in zip(part.names, part.tensors, strict=True)}),
-        "drained": drained,
-        **optimizer.more_state(),
+def state_of(driver: Driver) -> dict[str, Any]:
+    """This rank's own part of a state; what is under way comes first: waiting for it changes residuals."""
+    parts, rule, sums = driver.parts, driver.rule, driver.sums
+    under_way, groups = driver.state_dict(), range(len(driver.owner.param_groups))
+    return {
+        "algorithm": driver.what,
+        "block": driver.block.state_dict(),
+        "kept": {name: by_name(parts, [part[name] for part in parts]) for name in rule.anchors + rule.momenta},
+        "remainders": _remainders(driver),
+        "rates": [next((part.last_rate for part in parts if part.group == group), 0.0) for group in groups],
+        "parameters": digest(driver.owner.trained),
+        "drained": driver.drained,
+        **under_way,
+        **({} if driver.near is None else {"near": driver.near.state_dict()}),
+        **({} if sums is None else {"residuals": {"kind": sums.kind, "parts": sums.state_dict()}}),
     }
-    if arrived is not None:
-        means = arrived.means or [torch.zeros_like(part[optimizer.anchors[0]]) for part in parts]
-        own["arrived"] = {"means": _by_name(parts, means), "weight": arrived.weight, "unfinished": arrived.unfinished}
-    return own
 
 
-def check(optimizer: Saved, own: Mapping[str, Any], parts: Sequence[Part]) -> None:
+def check(driver: Driver, own: Mapping[str, Any]) -> None:
     """Checks the own part of a state before anything is changed; raises ValueError."""
-    what = type(optimizer).__name__
-    if own["algorithm"] != what:
+    if own["algorithm"] != driver.what:
         raise ValueError(
-            f"the state is of {own['algorithm']}, but this is {what}: to go on with another algorithm start from a "
-            "plain checkpoint of the model, made inside averaged_model(), or after drain()"
+            f"the state is of {own['algorithm']}, but this is {driver.what}: to go on with another algorithm start "
+            "from a plain checkpoint of the model, made inside averaged_model(), or after drain()"
         )
-    shapes = {name: tuple(p.shape) for part in parts for name, p in zip(part.names, part.tensors, strict=True)}
-    for what, tensors in _tensors(optimizer, own).items():
-        saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if wrong := sorted(set(saved.items()) ^ set(shapes.items())):
-            raise ValueError(f"{what}: only the checkpoint, or only the model, has (name, shape) {wrong}")
-    if len(own["rates"]) != len(optimizer.param_groups):
-        raise ValueError(
-            f"the state has {len(own['rates'])} parameter groups, the optimizer {len(optimizer.param_groups)}"
-        )
-    optimizer.check_more(own)
+    for name in driver.rule.anchors + driver.rule.momenta:
+        refuse_other_shapes(name, own["kept"].get(name, {}), driver.parts)
+    if len(own["rates"]) != (groups := len(driver.owner.param_groups)):
+        raise ValueError(f"the state has {len(own['rates'])} parameter groups, the optimizer {groups}")
+    if ("near" in own) != (driver.near is not None):
+        raise ValueError(f"the state is of {1 + ('near' in own)} levels, sync_every of {1 + bool(driver.near)}")
+    theirs, kind = own.get("residuals", {}).get("kind"), None if driver.sums is None else driver.sums.kind
+    if theirs != kind:
+        raise ValueError(f"the state is of compression {theirs}, but compress={driver.compression!r} is {kind}")
+    if driver.sums is not None and _is_own(driver, own):
+        driver.sums.check(own["residuals"]["parts"])
+    driver.check(own)
 
 
-def load(
-    optimizer: Saved,
-    wrapped: dict[str, Any],
-    own: dict[str, Any],
-    parts: Sequence[Part],
-    block: Block,
-) -> Arrived | None:
-    """Restores a state that `check` accepted; returns the saved mean of a launch, if the algorithm overlaps."""
-    optimizer.optimizer.load_state_dict(wrapped)
-    block.load_state_dict(own["block"])
-    for part in parts:
-        for name in _kept(optimizer):
-            _copy(part, own["kept"][name], part[name])
+def load(driver: Driver, own: Mapping[str, Any]) -> None:
+    """Restores an own part that `check` accepted."""
+    driver.block.load_state_dict(own["block"])
+    for part in driver.parts:
+        for name in driver.rule.anchors + driver.rule.momenta:
+            copy_by_name(own["kept"][name], part, part[name])
         if part.remainder is not None:
-            _copy(part, own["remainders"], part.remainder)
+            copy_by_name(own["remainders"], part, part.remainder)
         part.last_rate = own["rates"][part.group]
-    optimizer.load_more(own)
-    if not optimizer.overlaps:
-        return None
-    arrived, means = own["arrived"], [torch.empty_like(part[optimizer.anchors[0]]) for part in parts]
-    for part, mean in zip(parts, means, strict=True):
-        _copy(part, arrived["means"], mean)
-    return Arrived(means if arrived["weight"] else [], arrived["weight"], arrived["unfinished"])
+    if driver.sums is not None and _is_own(driver, own):
+        driver.sums.load_state_dict(own["residuals"]["parts"])
+    if driver.near is not None:
+        driver.near.load_state_dict(own["near"])
+    driver.load_state_dict(own)
+    driver.drained, driver.loaded = own["drained"], True
 
 
 def refuse_other_parameters(expected: int, trained: Mapping[str, Tensor]) -> None:
@@ -116,32 +82,11 @@ def refuse_other_parameters(expected: int, trained: Mapping[str, Tensor]) -> Non
         )
 
 
-def _kept(optimizer: Saved) -> tuple[str, ...]:
-    return optimizer.anchors + optimizer.momenta
+def _is_own(driver: Driver, own: Mapping[str, Any]) -> bool:
+    """Whether the state was saved by this rank, among the same number of ranks."""
+    return bool((own["rank"], own["world_size"]) == (driver.comm.rank, driver.comm.size))
 
 
-def _tensors(optimizer: Saved, own: Mapping[str, Any]) -> dict[str, Mapping[str, Tensor]]:
-    found = {name: own["kept"].get(name, {}) for name in _kept(optimizer)}
-    return found | ({"arrived": own["arrived"]["means"]} if optimizer.overlaps else {})
-
-
-def _by_name(parts: Sequence[Part], flats: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {name: view for part, flat in zip(parts, flats, strict=True) for name, view in part.by_name(flat).items()}
-
-
-def _remainders(parts: Sequence[Part]) -> dict[str, Tensor]:
-    return {n: v for part in parts if part.remainder is not None for n, v in part.by_name(part.remainder).items()}
-
-
-def _copy(part: Part, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
-    for name, view in part.by_name(flat).items():
-        view.copy_(tensors[name])
-
-
-def _last_rate(parts: Sequence[Part], group: int) -> float:
-    return next((part.last_rate for part in parts if part.group == group), 0.0)
-
-
-def digest(trained: Mapping[str, Tensor]) -> int:
-    """Hash of all bits of the parameters, in the order of their names."""
-    return int(hash_bits(torch.stack([hash_bits(trained[name]).cpu() for name in sorted(trained)])))
+def _remainders(driver: Driver) -> dict[str, Tensor]:
+    rounded = [part for part in driver.parts if part.remainder is not None]
+    return by_name(rounded, [part.remainder for part in rounded if part.remainder is not None])

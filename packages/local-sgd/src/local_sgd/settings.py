@@ -1,10 +1,39 @@
-"""Checks of a user's settings."""
+"""Settings that all algorithms of the family take, and checks of a user's numbers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+
+
+class Settings(TypedDict, total=False):
+    """Keyword arguments of `PeriodicAveraging`, which describes them."""
+
+    comm: Any
+    model: nn.Module | None
+    buffers: str
+    inner_state: str
+    weighted: bool
+    broadcast: bool
+    native: bool
+    bucket_bytes: int | None
+    anchor_device: torch.device | str | None
+
+
+def check_settings(settings: Mapping[str, Any], what: str) -> None:
+    """Raises TypeError or ValueError for unknown settings, and for values that they do not take."""
+    if unknown := sorted(set(settings) - set(Settings.__annotations__)):
+        known = ", ".join(Settings.__annotations__)
+        raise TypeError(f"{what} takes no setting {', '.join(unknown)}; besides its own it takes {known}")
+    if (policy := settings.get("inner_state", "keep")) not in ("keep", "average", "reset"):
+        raise ValueError(f"inner_state is {policy!r}, expected one of ('keep', 'average', 'reset')")
+    if (nbytes := settings.get("bucket_bytes")) is not None:
+        whole("bucket_bytes", nbytes, ", or None")
 
 
 def number(name: str, value: Any) -> float:
@@ -30,24 +59,10 @@ def below_one(name: str, value: Any) -> float:
     return float(value)
 
 
-def whole(name: str, value: Any, hint: str = "") -> int:
-    """Whole number from 1 on."""
+def whole(name: str, value: Any, hint: str = "", *, least: int = 1) -> int:
+    """Whole number from `least` on."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}, expected a whole number{hint}")
-    if value < 1:
-        raise ValueError(f"{name} is {value}, expected 1 or more")
+    if value < least:
+        raise ValueError(f"{name} is {value}, expected {least} or more")
     return value
-
-
-def policy(name: str, value: Any, *known: str) -> str:
-    """Known word; ValueError for any other."""
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}, expected one of {known}")
-    return str(value)
-
-
-def count(name: str, value: Any) -> int:
-    """Whole number from 0 on."""
-    if isinstance(value, int) and value < 0:
-        raise ValueError(f"{name} is {value}, expected 0 or more")
-    return value if value == 0 and value is not False and isinstance(value, int) else whole(name, value, ", 0 or more")

@@ -3,9 +3,7 @@
 from partial_collectives.eager_sgd import EagerSGD
 from partial_collectives.partial_allreduce import PartialAllreduce
 from partial_collectives.result import PartialResult
-from partial_collectives.stragglers.deadline import until_deadline
-from partial_collectives.stragglers.delays import injected_delays
-from partial_collectives.stragglers.lateness import Lateness
+from partial_collectives.stragglers import Lateness, injected_delays, until_deadline
 from partial_collectives.version import __version__
 
 __all__ = [

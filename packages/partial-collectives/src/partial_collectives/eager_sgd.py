@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, Unpack, cast
 
 import torch
-from communicators import Bucket, CollectiveError, buckets_of, run, schedules
+from communicators import CollectiveError, buckets_of, run, schedules
 from replicas import Buffers, Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partial_collectives.partial_allreduce import PartialAllreduce
-from partial_collectives.protocol.rules import MAX_STALENESS, Quorum
+from partial_collectives.partial_allreduce import PartialAllreduce, RoundSettings
 from partial_collectives.result import PartialResult
 from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
-from partial_collectives.stragglers.lateness import Lateness
+from partial_collectives.stragglers import Lateness
 
 
 class EagerSGD(Wrapping):
@@ -50,20 +49,16 @@ class EagerSGD(Wrapping):
         optimizer: Built over the live parameters; shared as its param_groups, state and defaults are.
         named_parameters: Parameters of the model, as `model.named_parameters()` gives them.
         comm: See `communicators.as_communicator`.
-        quorum: See `PartialAllreduce`.
-        max_staleness: See `PartialAllreduce`.
         scheduler: Scheduler of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise
             between two rounds, and so go by a rank's own steps, are a ValueError: ranks would part in silence.
-        grace: See `PartialAllreduce`.
         weighted: Divides the total by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens,
             not by P. A gradient is then the mean over them.
         model: Module that has buffers, such as BatchNorm's.
         buffers: "keep", they differ between ranks, in evaluations and checkpoints too; "average", their mean over ranks
             at `synchronize()` and `finish()`, what is not floating-point being rank 0's; "broadcast", rank 0's there.
             Ranks that have finished are in the mean.
-        seed: See `PartialAllreduce`.
-        on_death: See `PartialAllreduce`. Where ranks may be lost ("shrink") buffers are kept: to share them takes all
-            ranks.
+        **rounds: `quorum`, `max_staleness`, `grace`, `seed` and `on_death`: see `PartialAllreduce`. Where ranks may be
+            lost (on_death="shrink") buffers are kept: to share them takes all ranks.
 
     Attributes:
         applied: Rounds that were applied so far.
@@ -79,23 +74,22 @@ class EagerSGD(Wrapping):
         named_parameters: Iterable[tuple[str, Tensor]],
         *,
         comm: Any = None,
-        quorum: Quorum = "majority",
-        max_staleness: int = MAX_STALENESS,
         scheduler: Any = None,
-        grace: float | str = 0.0,
         weighted: bool = False,
         model: nn.Module | None = None,
         buffers: str = "keep",
-        seed: int = 0,
-        on_death: Literal["error", "shrink"] = "error",
+        **rounds: Unpack[RoundSettings],
     ) -> None:
+        if unknown := sorted(set(rounds) - set(RoundSettings.__annotations__)):
+            known = ", ".join(RoundSettings.__annotations__)
+            raise TypeError(f"EagerSGD takes no {', '.join(unknown)}; of rounds it takes {known}")
         check_scheduler(scheduler, optimizer)
-        if buffers != "keep" and on_death == "shrink":
+        if buffers != "keep" and rounds.get("on_death") == "shrink":
             raise ValueError(
                 f"buffers={buffers!r} takes all ranks, but on_death='shrink' goes on without some: leave one"
             )
         super().__init__(optimizer, named_parameters, comm, model=model)
-        shared = Buffers(model, buffers, self._comm, "EagerSGD")
+        shared = Buffers(model, buffers, self.comm, "EagerSGD")
         self.scheduler = scheduler
         self._trained = list(self.trained.values())
         self._weighted, self.applied, self.gradients = weighted, 0, 0
@@ -103,17 +97,12 @@ class EagerSGD(Wrapping):
         held = buffers != "keep" and model is not None and any(buffer.numel() for buffer in model.buffers())
         self._shared = shared if held else None
         self._ended, self._known = False, cast(list[dict[str, Any]] | None, None)
-        self._buckets = [_in_32_bits(bucket) for bucket in buckets_of(self._trained)]
+        self._buckets = [  # gradients of 16 bits are added up in 32: halves that are finite may add to inf
+            replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
+            for bucket in buckets_of(self._trained)
+        ]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
-        self._rounds = PartialAllreduce(
-            like,
-            self._comm,
-            quorum=quorum,
-            max_staleness=max_staleness,
-            grace=grace,
-            seed=seed,
-            on_death=on_death,
-        )
+        self._rounds = PartialAllreduce(like, self.comm, **rounds)
 
     @property
     def lateness(self) -> Lateness:
@@ -227,7 +216,7 @@ class EagerSGD(Wrapping):
             self.gradients += result.deposits
             if self._weighted and not result.weight:  # on all ranks: there is nothing to take a mean of
                 continue
-            if self._known is not None and self._comm.size > 1:
+            if self._known is not None and self.comm.size > 1:
                 refuse_changed(self.optimizer, self._known)
             self._put(result)
             self.optimizer.step()
@@ -243,8 +232,8 @@ class EagerSGD(Wrapping):
         if self._shared is None:
             return finished
         self._shared.at_boundary()
-        unfinished = schedules.allreduce(torch.tensor([int(not finished)]), self._comm.rank, self._comm.size)
-        return not run(unfinished, self._comm, facts="EagerSGD: who has finished").item()
+        unfinished = schedules.allreduce(torch.tensor([int(not finished)]), self.comm.rank, self.comm.size)
+        return not run(unfinished, self.comm, facts="EagerSGD: who has finished").item()
 
     def _checked(self, weight: float | None) -> float:
         if weight is not None and not self._weighted:
@@ -263,11 +252,6 @@ class EagerSGD(Wrapping):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
-
-
-def _in_32_bits(bucket: Bucket) -> Bucket:
-    """Bucket in which gradients of 16 bits are added up in 32: halves that are finite may add to inf."""
-    return replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
 
 
 def _name(scheduler: Any) -> str | None:

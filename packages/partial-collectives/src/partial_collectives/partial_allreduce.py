@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 from communicators import CollectiveError, Communicator, as_communicator, run, schedules
@@ -14,8 +14,18 @@ from torch import Tensor
 from partial_collectives.protocol.events import Stage
 from partial_collectives.protocol.rules import MAX_STALENESS, Quorum, check_rules
 from partial_collectives.result import PartialResult
-from partial_collectives.rounds.engine import Engine
-from partial_collectives.stragglers.lateness import Lateness
+from partial_collectives.rounds import PartialRounds
+from partial_collectives.stragglers import Lateness
+
+
+class RoundSettings(TypedDict, total=False):
+    """Keyword arguments of `PartialAllreduce`, which describes them."""
+
+    quorum: Quorum
+    max_staleness: int
+    grace: float | str
+    seed: int
+    on_death: Literal["error", "shrink"]
 
 
 class PartialAllreduce:
@@ -79,18 +89,18 @@ class PartialAllreduce:
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
         flat = [torch.empty(one.numel(), dtype=one.dtype) for one in self._like]
         rounds = f"a round (a rank with no more steps calls finish()) of {facts}"
-        self._engine = Engine(self.comm, rules, flat, self._grace_seconds, rounds, shrinks=on_death == "shrink")
+        self._rounds = PartialRounds(self.comm, rules, flat, self._grace_seconds, rounds, shrinks=on_death == "shrink")
         self._closed = False
 
     @property
     def round(self) -> int:
         """Number of the current round, and so of the rounds that are over on this rank."""
-        return self._engine.machine.round
+        return self._rounds.machine.round
 
     @property
     def lateness(self) -> Lateness:
         """Ranks that were last, and by how much, as the ranks have told in their rounds."""
-        return self._engine.lateness
+        return self._rounds.lateness
 
     def allreduce(self, tensor: Tensor | Sequence[Tensor], *, weight: float = 1.0) -> list[PartialResult]:
         """Gives weight · tensor, and returns every round that was completed since the last call, at least one.
@@ -107,10 +117,10 @@ class PartialAllreduce:
         self._refuse_closed("allreduce()")
         if not 0 <= weight < float("inf"):
             raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
-        engine = self._engine
-        engine.deposit(self._checked(tensor), weight)
-        if not engine.results:
-            engine.wait(lambda: bool(engine.results))
+        rounds = self._rounds
+        rounds.deposit(self._checked(tensor), weight)
+        if not rounds.results:
+            rounds.wait(lambda: bool(rounds.results))
         return self._taken()
 
     def synchronize(self) -> Iterator[PartialResult]:
@@ -144,7 +154,7 @@ class PartialAllreduce:
             return
         for _ in self._rest(Stage.FINISHED):
             pass
-        self._engine.close()
+        self._rounds.close()
         self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,7 +163,7 @@ class PartialAllreduce:
         It differs between ranks. A round under way is waited for. The ranks can only go on together from states of
         the same round: take them after `synchronize()`, or when no rank is in a step.
         """
-        return self._engine.state()
+        return self._rounds.state()
 
     def load_state_dict(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
         """Goes on where `state_dict` was taken; for every rank to call, before its first `allreduce()`.
@@ -167,11 +177,11 @@ class PartialAllreduce:
         Raises:
             CollectiveError: The states of the ranks are of different rounds.
         """
-        if self._engine.began:
+        if self._rounds.began:
             raise RuntimeError("load_state_dict() after the first round: load into a new PartialAllreduce")
         machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
         facts = f"going on with partial rounds from {machine}"
-        self._engine.restore(state, joins=joins)  # before any rank goes on, and its signals come
+        self._rounds.restore(state, joins=joins)  # before any rank goes on, and its signals come
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
 
     def __enter__(self) -> Self:
@@ -191,15 +201,15 @@ class PartialAllreduce:
         if not self._closed:
             self._closed = True
             mine = f"rank {self.comm.rank} gave up its partial allreduce: {type(error).__name__}: {error}"
-            self._engine.give_up(str(error) if isinstance(error, CollectiveError) else mine)
+            self._rounds.give_up(str(error) if isinstance(error, CollectiveError) else mine)
 
     def _rest(self, stage: Stage) -> Iterator[PartialResult]:
-        engine, machine = self._engine, self._engine.machine
+        rounds, machine = self._rounds, self._rounds.machine
         if machine.over:
             yield from self._taken()
             return
         met = machine.meetings
-        engine.rest(stage)
+        rounds.rest(stage)
 
         def over() -> bool:
             return machine.over or (stage is Stage.PAUSED and machine.meetings > met)
@@ -207,11 +217,11 @@ class PartialAllreduce:
         meeting = met + 1 if stage is Stage.PAUSED else None
         while not over():
             yield from self._taken(meeting)
-            engine.wait(lambda: bool(engine.results) or over())
+            rounds.wait(lambda: bool(rounds.results) or over())
         yield from self._taken(meeting)
 
     def _taken(self, meeting: int | None = None) -> list[PartialResult]:
-        return [replace(result, total=self._shaped(result.total)) for result in self._engine.take(meeting=meeting)]
+        return [replace(result, total=self._shaped(result.total)) for result in self._rounds.take(meeting=meeting)]
 
     def _shaped(self, totals: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         shaped = [total.view(one.shape).to(one.device) for total, one in zip(totals, self._like, strict=True)]
@@ -228,13 +238,13 @@ class PartialAllreduce:
     def _refuse_closed(self, what: str, *, finishes: bool = False) -> None:
         if self._closed:
             raise RuntimeError(f"{what} after close(): make a new PartialAllreduce, on every rank")
-        if not finishes and self._engine.machine.stage is Stage.FINISHED:
+        if not finishes and self._rounds.machine.stage is Stage.FINISHED:
             raise RuntimeError(f"{what} after finish(): this rank has said that it has no more steps")
 
     def _grace_seconds(self) -> float:
         if not self._share:
             return self._seconds
-        began = self._engine.began
+        began = self._rounds.began
         apart = [later - earlier for earlier, later in zip(began, list(began)[1:], strict=False)]
         return self._share * statistics.median(apart) if apart else 0.0
 

@@ -46,6 +46,7 @@ class Wrapping(Optimizer):
             its own names or numbers.
         comm: The ranks, see `communicators.as_communicator`.
         model: Module of the parameters, or None; only to be looked through for DDP.
+        what: Name in errors; default: the class's.
 
     Attributes:
         optimizer: Wrapped optimizer.
@@ -73,8 +74,9 @@ class Wrapping(Optimizer):
         comm: Any = None,
         *,
         model: nn.Module | None = None,
+        what: str = "",
     ) -> None:
-        self._what = type(self).__name__
+        self.what = what or type(self).__name__
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer to wrap")
         named = named_of(optimizer, named_parameters)
@@ -83,13 +85,13 @@ class Wrapping(Optimizer):
                 f"parameters {sharded} are DTensors, of which each rank holds another part: {self.instead_of_shards}"
             )
         self._given, self._comm = comm, as_communicator(comm)
-        trained = trained_of(named, self._what)
+        trained = trained_of(named, self.what)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, self.named, self.trained = optimizer, named, trained
         self._share()
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
-        self._replaced, self._apart = Replaced(trained, self._what), _StepsApart(self)
-        warn_of_ddp(trained, model, comm, self._comm, owner=self._what, instead=self.instead_of_ddp)
+        self._replaced, self._apart = Replaced(trained, self.what), _StepsApart(self)
+        warn_of_ddp(trained, model, comm, self._comm, owner=self.what, instead=self.instead_of_ddp)
 
     @property
     def comm(self) -> Communicator:
@@ -109,13 +111,13 @@ class Wrapping(Optimizer):
                 bits of parameters.
         """
         if not broadcast:
-            facts = f"{self._what}({settings}, broadcast=False)"
+            facts = f"{self.what}({settings}, broadcast=False)"
             run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
             refuse_unlike(self.named, self._comm)
             return
-        broadcast_parameters(self.named, self._comm, what=self._what, settings=settings)
+        broadcast_parameters(self.named, self._comm, what=self.what, settings=settings)
         buffers = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
-        broadcast_tensors(buffers, self._comm, facts=f"buffers of {self._what}")
+        broadcast_tensors(buffers, self._comm, facts=f"buffers of {self.what}")
 
     def check_step(self, *, apart: bool = False) -> None:
         """Checks, at the beginning of a step, that it would train what the model uses.
@@ -128,7 +130,7 @@ class Wrapping(Optimizer):
             RuntimeError: torch's get_state_dict takes this step: it would throw away what the step sends.
         """
         if all(_is_zero(group.get("lr", 0.0)) for group in self.param_groups):  # as those helpers set it
-            refuse_torch_helpers(self._what)
+            refuse_torch_helpers(self.what)
         self._replaced.refuse()
         self._apart.steps += apart and self._comm.size > 1
 
@@ -141,8 +143,8 @@ class Wrapping(Optimizer):
         """
         self._replaced.refuse()
         if self._given is None and self._comm.size == 1:
-            refuse_alone(f"a {self._what}" if self._what[0] not in "AEIOU" else f"an {self._what}")
-        refuse_changes(self.optimizer, self.named, self.trained, self._what)
+            refuse_alone(f"a {self.what}" if self.what[0] not in "AEIOU" else f"an {self.what}")
+        refuse_changes(self.optimizer, self.named, self.trained, self.what)
 
     def end_steps(self) -> None:
         """Notes that all ranks hold the same, or that this rank's state was saved.
@@ -159,7 +161,7 @@ class Wrapping(Optimizer):
             own: Plain values and tensors.
             stepped: Whether the wrapped optimizer has all the state that it will have.
         """
-        refuse_torch_helpers(self._what)
+        refuse_torch_helpers(self.what)
         wrapped, held = saved_optimizer(self.optimizer, stepped=stepped)
         place = saved_by(self._comm.rank, self._comm.size, self.advice)
         return {**wrapped, STATE_KEY: {**place, **own, "wrapped": held}}
@@ -178,12 +180,12 @@ class Wrapping(Optimizer):
             TypeError: It is no state.
             ValueError: The state is of another rank or number of ranks, or lacks something.
         """
-        refuse_torch_helpers(self._what)
+        refuse_torch_helpers(self.what)
         rank, size = self._comm.rank, self._comm.size
         state = state_of_rank(state, rank, size, advice=self.advice)
         if (saved := state.get(STATE_KEY, {})).get(anyones) is True:
             rank, size = saved.get("rank"), saved.get("world_size")
-        of = f"{'an' if self._what[0] in 'AEIOU' else 'a'} {self._what}"
+        of = f"{'an' if self.what[0] in 'AEIOU' else 'a'} {self.what}"
         own = check_saved_by(state, rank, size, of=of, needs=needs, advice=self.advice)
         return check_loaded({key: held for key, held in state.items() if key != STATE_KEY}, own.get("wrapped")), own
 
@@ -207,8 +209,8 @@ class Wrapping(Optimizer):
         """
         if "optimizer" in self.__dict__:
             raise RuntimeError(
-                f"parameters cannot be added to a {self._what}: add the group to the wrapped optimizer, "
-                f"and make a new {self._what} of it"
+                f"parameters cannot be added to a {self.what}: add the group to the wrapped optimizer, "
+                f"and make a new {self.what} of it"
             )
         super().add_param_group(param_group)
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
-from communicators import Schedule
+from communicators import Communicator, Schedule
 from numpy.typing import NDArray
-from sparse_compress.arguments import integer
-from sparse_compress.selection import Selection
-from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import entry_nbytes
+from sparse_compress import HEADER_BYTES, Selection, SparseVector, add, arguments, merge, wire_nbytes
 from torch import Tensor
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.wire import RAW, Wire
 
 Array: TypeAlias = NDArray[np.floating[Any]]
 
@@ -42,6 +39,7 @@ class Algorithm:
         takes_wire: Whether `schedule` and `sent` heed `wire`; others are for "fp32" only.
         exact: Whether `sent` is what a call sends, not only its bound.
         selects: Whether entries of a gradient are selected before it is sent; always so in one's own.
+        prescribes: Whether it has a `select` of its own; set by itself.
         wire: How vectors travel; set by who resolves a user's settings.
     """
 
@@ -49,7 +47,12 @@ class Algorithm:
     takes_wire: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     selects: ClassVar[bool] = True
-    wire: Wire = field(default=PLAIN, kw_only=True)
+    prescribes: ClassVar[bool] = False
+    wire: Wire = field(default=RAW, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.prescribes = cls.select is not Algorithm.select
 
     def check(self, size: int) -> None:
         """Checks that the options fit the number of ranks.
@@ -74,6 +77,33 @@ class Algorithm:
             state: Given where there is an `initial_state`; changed in place, as the last thing that a call does.
         """
         raise NotImplementedError
+
+    def call(self, own: SparseVector, comm: Communicator, k: int, state: State | None = None) -> Schedule[Reduction]:
+        """The schedule of one call, with what is cut before it among the dropped; subclasses leave it as it is.
+
+        Args:
+            own: This rank's vector, of any number of entries, in memory of this call.
+            comm: The ranks.
+            k: The most entries that a rank contributes.
+            state: That of the calls before, where there is an `initial_state`.
+
+        Raises:
+            TypeError: The algorithm's own `schedule` is no generator, or, later, returns no `Reduction`.
+        """
+        cut = None
+        if len(own) != min(k, own.numel):
+            own, cut = merge(own, SparseVector.empty(own.numel, own.dtype, device=own.device), k)
+        kept = {} if state is None else {"state": state}
+        schedule = self.schedule(own, comm.rank, comm.size, k, **kept)
+        if not isinstance(schedule, Generator):
+            raise TypeError(f"the schedule of {self.name} is {schedule!r}, expected a generator that yields Rounds")
+        return self._returning(schedule, cut, comm.size)
+
+    def _returning(self, schedule: Schedule[Reduction], cut: SparseVector | None, size: int) -> Schedule[Reduction]:
+        reduction = yield from schedule
+        if not isinstance(reduction, Reduction):
+            raise TypeError(f"{self.name} returned {type(reduction).__name__}, expected a Reduction(total, dropped)")
+        return Reduction(reduction.total, reduction.dropped if cut is None else add(reduction.dropped, cut), size)
 
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """Traffic of a rank in a call without a state: the exact expression, or where not `exact` its bound.
@@ -134,7 +164,7 @@ class Algorithm:
             k: The most entries that a rank contributes.
             numel: n.
         """
-        return k + self.sent(rank, size, k, numel, torch.float32).nbytes // entry_nbytes(torch.float32)
+        return k + self.sent(rank, size, k, numel, torch.float32).nbytes // (wire_nbytes(1) - HEADER_BYTES)
 
     def variants(self, size: int) -> Sequence[Mapping[str, Any]]:
         """Options among which predictions look for the best.
@@ -155,11 +185,6 @@ class Algorithm:
         raise NotImplementedError
 
     @property
-    def prescribes(self) -> bool:
-        """Whether it has a `select` of its own."""
-        return type(self).select is not Algorithm.select
-
-    @property
     def options(self) -> dict[str, Any]:
         """Its own settings."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "wire"}
@@ -175,7 +200,7 @@ class Algorithm:
         Args:
             what: Of the call.
         """
-        in_fewer_bytes = [f"wire={self.wire.name}"] if self.wire is not PLAIN else []
+        in_fewer_bytes = [f"wire={self.wire.name}"] if self.wire is not RAW else []
         return f"{self.name}({', '.join([*what, *self.settings, *in_fewer_bytes])})"
 
     def given(self, options: Mapping[str, Any] | None) -> Self:
@@ -188,10 +213,10 @@ class Algorithm:
             TypeError: No dict, or a value of another type than the default.
             ValueError: An unknown name.
         """
-        return replace(self, **settings_of(self.name, self.options, options)) if options is not None else self
+        return replace(self, **check_options(self.name, self.options, options)) if options is not None else self
 
 
-def settings_of(name: str, defaults: Mapping[str, Any], given: object) -> dict[str, Any]:
+def check_options(name: str, defaults: Mapping[str, Any], given: object) -> dict[str, Any]:
     """Options: those given, in the types of their defaults, else the defaults. ValueError or TypeError."""
     if not isinstance(given, Mapping):
         raise TypeError(f"options is {given!r}, expected a dict of the algorithm's own settings")
@@ -204,7 +229,7 @@ def settings_of(name: str, defaults: Mapping[str, Any], given: object) -> dict[s
 def _like(default: Any, value: Any, key: str) -> Any:
     """The value of an option in the type of its default."""
     if isinstance(default, int) and not isinstance(default, bool):
-        return integer(value, key, least=None, expected=f"as {default}, the default")
+        return arguments.integer(value, key, least=None, expected=f"as {default}, the default")
     if isinstance(default, (str, bool)) and not isinstance(value, type(default)):
         raise TypeError(f"{key} is {value!r}, expected a {type(default).__name__}, as {default!r}, the default")
     return value

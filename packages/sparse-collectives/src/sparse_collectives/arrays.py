@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, Unpack
 
 import numpy as np
 import torch
-from communicators import Schedule, schedules
+from communicators import Communicator, Schedule, Work, as_communicator, run, schedules, start
 from numpy.typing import NDArray
-from sparse_compress import SparseVector
-from sparse_compress.arguments import flatten
-from sparse_compress.vector_format import WIRE_DTYPES
+from sparse_compress import SparseVector, arguments, topk
 from torch import Tensor
 
+from sparse_collectives.algorithms.table import AUTO, resolve
+from sparse_collectives.allreduce import CallSettings, most_entries, refuse_empty, resolved
 from sparse_collectives.reduction import Reduction
 
 Array = TypeVar("Array", Tensor, NDArray[np.floating])
@@ -36,7 +36,60 @@ class DenseReduction(Generic[Array]):
     dropped: Array
 
 
-class Form(NamedTuple):
+def sparse_allreduce_array(
+    array: Array, comm: Any, *, k: int | None = None, timeout: float | None = None, **settings: Unpack[CallSettings]
+) -> DenseReduction[Array]:
+    """The sum of dense arrays' k largest entries over the ranks of `comm`; by "dense", of all entries.
+
+        reduction = sparse_allreduce_array(gradient, MPI.COMM_WORLD, k=100)
+        residual += reduction.dropped
+
+    Args:
+        array: NumPy array or tensor of floats, of the same shape and dtype on every rank.
+        comm: The ranks, as in `sparse_allreduce`.
+        k: The most entries that a rank may contribute. Left out where "dense" sums all. ("auto" needs it; where that
+            takes "dense", all of an array is summed.)
+        timeout: Seconds to wait for late ranks, default `comm.timeout`.
+        **settings: algorithm, options, state and wire: see `CallSettings`.
+
+    Returns:
+        The total and what was dropped here, of the array's kind, shape and dtype; of 16-bit floats in float32, so that
+        nothing is lost by rounding.
+
+    Raises:
+        TypeError: An argument is of a wrong type, by itself: before anything is sent.
+        ValueError: An argument does not fit, likewise.
+        CollectiveError: The same on every rank: ranks disagree, or one of them fails.
+    """
+    comm = as_communicator(comm, patience=timeout)
+    schedule, facts, device = _prepared(array, comm, k, **settings)
+    return run(schedule, comm, facts=facts, timeout=timeout, device=device)
+
+
+def sparse_allreduce_array_async(
+    array: Array, comm: Any, *, k: int | None = None, timeout: float | None = None, **settings: Unpack[CallSettings]
+) -> Work[DenseReduction[Array]]:
+    """Like `sparse_allreduce_array`, in the background: `wait()` gives what that returns.
+
+    The input is copied, so it may be changed at once.
+
+    Args:
+        array: As in `sparse_allreduce_array`; so are the others.
+        comm: The ranks.
+        k: The most entries that a rank may contribute.
+        timeout: Seconds to wait for late ranks.
+        **settings: algorithm, options, state and wire: see `CallSettings`.
+
+    Raises:
+        TypeError: As `sparse_allreduce_array`.
+        ValueError: As `sparse_allreduce_array`. What happens later is raised by `wait()`.
+    """
+    comm = as_communicator(comm, patience=timeout)
+    schedule, facts, device = _prepared(array, comm, k, **settings)
+    return start(schedule, comm, facts=facts, timeout=timeout, device=device)
+
+
+class _Form(NamedTuple):
     """Shape, dtype and kind of an array, as they are now. Ranks must share all three."""
 
     shape: tuple[int, ...]
@@ -49,45 +102,57 @@ class Form(NamedTuple):
         return shaped if self.is_tensor else shaped.numpy()
 
 
-def is_array(given: object) -> bool:
-    """Whether it is a NumPy array or a tensor of any kind."""
-    return isinstance(given, (np.ndarray, Tensor))
-
-
-def form_of(array: Tensor | NDArray[np.floating]) -> Form:
-    """Form that the result takes: that of the array."""
-    return Form(tuple(array.shape), array.dtype, isinstance(array, Tensor))
-
-
-def flat_of(array: Tensor | NDArray[np.floating]) -> Tensor:
-    """The elements as a 1-D tensor, to read only: it may share the array's memory.
-
-    Raises TypeError for other dtypes, byte orders and layouts, and for arrays that are more than their elements.
-    """
-    return flatten(_plain(array) if isinstance(array, Tensor) else _from_numpy(array))
-
-
-def densified(schedule: Schedule[Reduction], flat: Tensor, sent: SparseVector, form: Form) -> Schedule[Any]:
-    """A schedule whose result is dense; what was given, but not sent, was dropped too. `flat` may change at once."""
+def _prepared(
+    array: Any, comm: Communicator, k: int | None, **settings: Unpack[CallSettings]
+) -> tuple[Schedule[DenseReduction[Any]], str, torch.device]:
+    """Schedule, facts and device for a dense array: selected from, or summed by "dense"."""
+    flat, form = _flat_of(array), _Form(tuple(array.shape), array.dtype, isinstance(array, Tensor))
+    refuse_empty(len(flat))
+    algorithm = settings.get("algorithm", "gtopk")
+    chooses = isinstance(algorithm, str) and algorithm == AUTO
+    sums_all = not chooses and not resolve(algorithm).selects
+    if sums_all and k is not None:
+        raise ValueError(f"dense sums all of an array, but k={k!r} was given: leave k out")
+    k = len(flat) if sums_all else most_entries(k)
+    entry, state = resolved(SparseVector.empty(len(flat), flat.dtype, device=flat.device), comm, k, **settings)
+    what = (f"shape={form.shape}", f"{flat.dtype}")
+    if not entry.selects:
+        own = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+        return _summed(own, comm, form), entry.facts(*what), flat.device
+    sent = topk(flat, k)
     unsent = flat.to(sent.dtype, copy=True)
     unsent[sent.indices] = 0
-    return _densifying(schedule, unsent, form)
+    return _densified(entry.call(sent, comm, k, state), unsent, form), entry.facts(*what, f"k={k}"), flat.device
 
 
-def summed(flat: Tensor, rank: int, size: int, form: Form) -> Schedule[Any]:
-    """A schedule for the sum of all elements; nothing is dropped. `flat` may change at once."""
-    return _summing(flat.to(WIRE_DTYPES[flat.dtype], copy=True), rank, size, form)
-
-
-def _densifying(schedule: Schedule[Reduction], unsent: Tensor, form: Form) -> Schedule[DenseReduction[Any]]:
+def _densified(schedule: Schedule[Reduction], unsent: Tensor, form: _Form) -> Schedule[DenseReduction[Any]]:
+    """Schedule with a dense result; what was given, but not sent, was dropped too."""
     reduction = yield from schedule
     unsent.index_add_(0, reduction.dropped.indices, reduction.dropped.values)
     return DenseReduction(form.made_of(reduction.total.to_dense()), form.made_of(unsent))
 
 
-def _summing(flat: Tensor, rank: int, size: int, form: Form) -> Schedule[DenseReduction[Any]]:
-    total = yield from schedules.allreduce(flat, rank, size)
+def _summed(own: Tensor, comm: Communicator, form: _Form) -> Schedule[DenseReduction[Any]]:
+    """Schedule for the sum of all elements; nothing is dropped."""
+    total = yield from schedules.allreduce(own, comm.rank, comm.size)
     return DenseReduction(form.made_of(total), form.made_of(torch.zeros_like(total)))
+
+
+def _flat_of(array: Tensor | NDArray[np.floating]) -> Tensor:
+    """The elements as a 1-D tensor, to read only: it may share the array's memory.
+
+    Raises TypeError for other dtypes, byte orders and layouts, and for arrays that are more than their elements.
+    """
+    if isinstance(array, Tensor):
+        return arguments.flatten(_plain(array))
+    if isinstance(array, np.ndarray):
+        return arguments.flatten(_from_numpy(array))
+    if isinstance(array, SparseVector):
+        raise TypeError("array is a SparseVector, expected a dense array: sparse_allreduce sums sparse vectors")
+    raise TypeError(
+        f"array is {type(array).__name__}, expected a dense array of floats, a NumPy array or a tensor: np.asarray(…) "
+        "makes one of numbers"
+    )
 
 
 def _plain(tensor: Tensor) -> Tensor:

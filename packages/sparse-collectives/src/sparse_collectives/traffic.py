@@ -32,33 +32,46 @@ class Traffic(NamedTuple):
         """
         return cls(nbytes + messages * SLOT_BYTES, messages, rounds)
 
+    @classmethod
+    def total(cls, *parts: Traffic) -> Traffic:
+        """Traffic of several collectives, one after the other.
 
-def together(*parts: Traffic) -> Traffic:
-    """Traffic of several collectives, one after the other."""
-    return Traffic(*(sum(column) for column in zip(*parts, strict=True)))
+        Args:
+            *parts: Traffic of each.
+        """
+        return cls(*(sum(column) for column in zip(*parts, strict=True)))
 
+    @classmethod
+    def allgather(cls, nbytes: Sequence[int], rank: int) -> Traffic:
+        """Bruck's all-gather of one block a rank: ⌈log P⌉ messages.
 
-def bruck_sent(nbytes: Sequence[int], rank: int) -> Traffic:
-    """Bruck's all-gather of a block of nbytes[r] bytes from every rank r: ⌈log P⌉ messages.
+        With distance D = 1, 2, 4, … a rank hands on the min(D, P − D) blocks from its own on.
 
-    With distance D = 1, 2, 4, … a rank hands on the min(D, P − D) blocks from its own on.
-    """
-    size = len(nbytes)
-    onwards = [*nbytes[rank:], *nbytes[:rank]]
-    sent = [sum(onwards[: min(distance, size - distance)]) for distance in schedules.powers_of_two(below=size)]
-    return Traffic.of_bodies(sum(sent), len(sent), len(sent))
+        Args:
+            nbytes: Bytes of each rank's block.
+            rank: This rank.
+        """
+        size = len(nbytes)
+        onwards = [*nbytes[rank:], *nbytes[:rank]]
+        sent = [sum(onwards[: min(distance, size - distance)]) for distance in schedules.powers_of_two(below=size)]
+        return cls.of_bodies(sum(sent), len(sent), len(sent))
 
+    @classmethod
+    def allreduce(cls, nbytes: int, rank: int, size: int) -> Traffic:
+        """Halving-doubling sum, split evenly among Q ranks, the largest power of two in P.
 
-def sum_sent(rank: int, size: int, nbytes: int) -> Traffic:
-    """A halving-doubling sum of so many bytes, split evenly among Q, the largest power of two in P.
+        2·(Q − 1)/Q of the bytes in 2 log Q messages; all of them once more from a rank with a folded partner, whose own
+        message is its only one.
 
-    2·(Q − 1)/Q of the bytes in 2 log Q messages; all of them once more from a rank with a folded partner, whose own
-    message is its only one.
-    """
-    group = schedules.largest_power_of_two(size)
-    if rank >= group:
-        return Traffic.of_bodies(nbytes, 1, 2)
-    levels, has_partner = group.bit_length() - 1, rank + group < size
-    messages = 2 * levels + has_partner
-    sent = 2 * (nbytes - nbytes // group) + has_partner * nbytes
-    return Traffic.of_bodies(sent, messages, 2 * levels + 2 * has_partner)
+        Args:
+            nbytes: Bytes of the tensor, a multiple of Q.
+            rank: This rank.
+            size: P.
+        """
+        group = schedules.largest_power_of_two(size)
+        if rank >= group:
+            return cls.of_bodies(nbytes, 1, 2)
+        levels, has_partner = group.bit_length() - 1, rank + group < size
+        messages = 2 * levels + has_partner
+        sent = 2 * (nbytes - nbytes // group) + has_partner * nbytes
+        return cls.of_bodies(sent, messages, 2 * levels + 2 * has_partner)

@@ -1,30 +1,26 @@
 """Exact top-k, other compressors, sparse vectors and error feedback for gradient compression."""
 
-from sparse_compress.codecs import DenseCodec, WireCodec, index_entropy
-from sparse_compress.compressors import (
-    ByParts,
-    Compressor,
-    DGCTopK,
-    FusedCompressor,
-    GaussianK,
-    RandomK,
-    StatefulCompressor,
-    Threshold,
-    ThresholdReuse,
-    TopK,
-    WarmUp,
-    clip_locally,
-    concatenate,
-)
-from sparse_compress.entries import pad
+from sparse_compress import arguments, spread_keys, vectors
+from sparse_compress.arguments import MAX_NUMEL
+from sparse_compress.codecs.dense_codec import DenseCodec
+from sparse_compress.codecs.wire_codec import WireCodec, index_entropy
+from sparse_compress.compressors.by_parts import ByParts, concatenate
+from sparse_compress.compressors.compressor import Compressor, StatefulCompressor
+from sparse_compress.compressors.density import TopK, WarmUp
+from sparse_compress.compressors.dgc import DGCTopK, clip_locally
+from sparse_compress.compressors.gaussian_k import GaussianK
+from sparse_compress.compressors.random_k import RandomK
+from sparse_compress.compressors.threshold import Threshold, ThresholdReuse
 from sparse_compress.error_feedback import ErrorFeedback
-from sparse_compress.merge import add, add_all, merge, share
-from sparse_compress.topk import topk
-from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, wire_nbytes
+from sparse_compress.magnitude import magnitude_keys
+from sparse_compress.merge import add, add_all, cut_to_budgets, merge, merge_to_budgets, share, union_of
+from sparse_compress.selection import Largest, LargestOfBlocks, Reaching, Selection, all_finite, topk
+from sparse_compress.vector import FREE_BYTES, HEADER_BYTES, SparseVector, put, wire_nbytes
+from sparse_compress.vectors import pad
 from sparse_compress.version import __version__
 
 __all__ = [
+    "FREE_BYTES",
     "HEADER_BYTES",
     "MAX_NUMEL",
     "ByParts",
@@ -32,9 +28,12 @@ __all__ = [
     "DGCTopK",
     "DenseCodec",
     "ErrorFeedback",
-    "FusedCompressor",
     "GaussianK",
+    "Largest",
+    "LargestOfBlocks",
     "RandomK",
+    "Reaching",
+    "Selection",
     "SparseVector",
     "StatefulCompressor",
     "Threshold",
@@ -45,12 +44,21 @@ __all__ = [
     "__version__",
     "add",
     "add_all",
+    "all_finite",
+    "arguments",
     "clip_locally",
     "concatenate",
+    "cut_to_budgets",
     "index_entropy",
+    "magnitude_keys",
     "merge",
+    "merge_to_budgets",
     "pad",
+    "put",
     "share",
+    "spread_keys",
     "topk",
+    "union_of",
+    "vectors",
     "wire_nbytes",
 ]

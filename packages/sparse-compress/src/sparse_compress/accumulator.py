@@ -7,12 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparse_compress.native.dense import add_at
-from sparse_compress.native.library import take
+from sparse_compress.arguments import WIRE_DTYPES
+from sparse_compress.native.library import kernels
 from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import WIRE_DTYPES
-
-KEYS = {"residuals", "velocities"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +29,6 @@ class Accumulator:
         dtype = WIRE_DTYPES[gradient.dtype]
         residual = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
         return cls(residual, torch.zeros_like(residual) if momentum else None)
-
-    def parts(self) -> list[Tensor]:
-        """Residual, and velocity where there is one."""
-        return [self.residual] if self.velocity is None else [self.residual, self.velocity]
 
     def clone(self) -> Self:
         """Copy in memory of its own."""
@@ -74,14 +67,14 @@ class Accumulator:
 
     def restore(self, dropped: SparseVector) -> None:
         """v ← v + dropped."""
-        if take(self.residual):
-            add_at(self.residual, dropped.addresses, len(dropped))
+        if kernels(self.residual):
+            kernels().sc_add_at(self.residual.data_ptr(), *dropped.addresses, len(dropped))
             return
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
 
     def flat(self) -> list[Tensor]:
         """Parts as 1-D tensors, over the same memory."""
-        return [part.view(-1) for part in self.parts()]
+        return [part.view(-1) for part in (self.residual, self.velocity) if part is not None]
 
 
 def write_state(accumulators: Mapping[str, Accumulator]) -> dict[str, Any]:
@@ -93,49 +86,32 @@ def write_state(accumulators: Mapping[str, Accumulator]) -> dict[str, Any]:
 
 
 def read_state(state: Mapping[str, Any], *, momentum: bool, known: Mapping[str, Accumulator]) -> dict[str, Accumulator]:
-    """Checked copies of what ``write_state`` wrote, on the devices of those already ``known``.
+    """Checked copies of the tensors that ``write_state`` wrote, on the devices of those already ``known``.
 
     Raises:
         ValueError: The state does not fit; the message says where.
     """
-    if not isinstance(state, Mapping) or set(state) != KEYS:
-        raise ValueError(f"expected a dict with the keys {sorted(KEYS)}, got {_summary(state)}")
     residuals, velocities = state["residuals"], state["velocities"]
-    for part, tensors in state.items():
-        if not isinstance(tensors, Mapping):
-            raise ValueError(f"{part}: expected a dict of tensors by name, got {_summary(tensors)}")
     expected = list(residuals) if momentum else []
     if set(velocities) != set(expected):
         raise ValueError(
             f"velocities of {list(velocities)} given, expected those of {list(expected)}: "
             "the state was saved with another momentum setting, or is incomplete"
         )
+    read = {}
     for name, residual in residuals.items():
-        _check_tensor(f"residual of {name!r}", residual, known[name].residual if name in known else None)
-        if momentum:
-            _check_tensor(f"velocity of {name!r}", velocities[name], residual)
-    return {name: _accumulator(residual, velocities.get(name), known.get(name)) for name, residual in residuals.items()}
+        like = known[name].residual if name in known else residual
+        parts = [residual, velocities[name]] if momentum else [residual]
+        for kind, tensor in zip(("residual", "velocity"), parts, strict=False):
+            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+                raise ValueError(
+                    f"{kind} of {name!r}: {tuple(tensor.shape)} of {tensor.dtype}, expected {tuple(like.shape)} of "
+                    f"{like.dtype}"
+                )
+        copies = [_copy(tensor, like.device) for tensor in parts]
+        read[name] = Accumulator(copies[0], copies[1] if momentum else None)
+    return read
 
 
-def _accumulator(residual: Tensor, velocity: Tensor | None, known: Accumulator | None) -> Accumulator:
-    device = residual.device if known is None else known.residual.device
-    return Accumulator(_own(residual, device), None if velocity is None else _own(velocity, device))
-
-
-def _own(tensor: Tensor, device: torch.device) -> Tensor:
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-
-
-def _check_tensor(what: str, tensor: object, like: Tensor | None) -> None:
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-        raise ValueError(f"{what}: expected a dense tensor, got {_summary(tensor)}")
-    if tensor.dtype not in WIRE_DTYPES.values():
-        raise ValueError(f"{what}: dtype is {tensor.dtype}, expected torch.float32 or torch.float64")
-    if like is not None and (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
-        raise ValueError(
-            f"{what}: {tuple(tensor.shape)} of {tensor.dtype}, expected {tuple(like.shape)} of {like.dtype}"
-        )
-
-
-def _summary(given: object) -> str:
-    return f"a dict with the keys {sorted(map(str, given))}" if isinstance(given, Mapping) else type(given).__name__

@@ -1,6 +1,7 @@
 """Checks of callers' arguments at the public edge: what was given, and what was expected."""
 
 import operator
+from collections.abc import Callable
 from math import isfinite
 from numbers import Real
 from typing import Any
@@ -8,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_compress.vector_format import MAX_NUMEL, WIRE_DTYPES
+MAX_NUMEL = 2**31 - 1
+"""Most elements of a vector: the limit of an int32 index, and of an int32 count of entries."""
+WIRE_DTYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+"""Dtypes of gradients, and those in which they travel and are accumulated."""
 
 
 def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> int:
@@ -37,30 +46,47 @@ def element_count(numel: Any) -> int:
 
 
 def share_of(value: Any, what: str, *, expected: str) -> float:
-    """``value`` as a float of (0, 1]; TypeError for anything but a number, ValueError for other numbers."""
-    if not _is_real(value):
-        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected {expected}, 0 < {what} ≤ 1")
-    if not 0 < value <= 1:
-        raise ValueError(f"{what} is {value}, expected {expected}, 0 < {what} ≤ 1")
-    return float(value)
+    """Checks a share: ``value`` as a float of (0, 1].
+
+    Args:
+        value: What the caller gave.
+        what: Its name in the message.
+        expected: Its meaning.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: Another number.
+    """
+    return _number(value, what, f"{expected}, 0 < {what} ≤ 1", lambda number: 0 < number <= 1)
 
 
 def positive(value: Any, what: str, *, expected: str) -> float:
-    """``value`` as a finite float above 0; TypeError for anything but a number, ValueError for other numbers."""
-    if not _is_real(value):
-        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected {expected}, {what} > 0")
-    if not (value > 0 and isfinite(value)):
-        raise ValueError(f"{what} is {value}, expected {expected}, {what} > 0, and finite")
-    return float(value)
+    """Checks a positive number: ``value`` as a finite float above 0.
+
+    Args:
+        value: What the caller gave.
+        what: Its name in the message.
+        expected: Its meaning.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: Another number.
+    """
+    return _number(value, what, f"{expected}, {what} > 0, and finite", lambda number: number > 0 and isfinite(number))
 
 
 def fraction_below_1(value: Any, what: str) -> float:
-    """``value`` as a float of [0, 1); TypeError for anything but a number, ValueError for other numbers."""
-    if not _is_real(value):
-        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected 0 ≤ {what} < 1")
-    if not 0 <= value < 1:
-        raise ValueError(f"{what} is {value}, expected 0 ≤ {what} < 1")
-    return float(value)
+    """Checks a fraction: ``value`` as a float of [0, 1).
+
+    Args:
+        value: What the caller gave.
+        what: Its name in the message.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: Another number.
+    """
+    return _number(value, what, f"0 ≤ {what} < 1", lambda number: 0 <= number < 1)
 
 
 def check_compressor(compressor: Any) -> None:
@@ -112,5 +138,9 @@ def check_dense(tensor: Tensor, what: str) -> None:
         )
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _number(value: Any, what: str, expected: str, fits: Callable[[Any], bool]) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected {expected}")
+    if not fits(value):
+        raise ValueError(f"{what} is {value}, expected {expected}")
+    return float(value)

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator, read_state, write_state
-from sparse_compress.arguments import check_compressor, check_dense, fraction_below_1
-from sparse_compress.compressors import Compressor, FusedCompressor, StatefulCompressor
-from sparse_compress.nonfinite import all_finite, entries_finite
+from sparse_compress.arguments import WIRE_DTYPES, check_compressor, check_dense, fraction_below_1
+from sparse_compress.compressors.compressor import Compressor, StatefulCompressor
+from sparse_compress.selection import all_finite
 from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import WIRE_DTYPES
 
 
 class ErrorFeedback:
@@ -46,7 +45,6 @@ class ErrorFeedback:
         if getattr(compressor, "unbiased", False):
             raise ValueError(f"{compressor} scales what it sends, so the rest is no residual: use unbiased=False")
         self.compressor = compressor
-        self._step = compressor.step if isinstance(compressor, FusedCompressor) else None  # asked once: it costs 7 µs
         self.momentum = momentum
         self.tentative = tentative
         self._committed: dict[str, Accumulator] = {}
@@ -88,11 +86,25 @@ class ErrorFeedback:
         after = self._working_copy(name, before) if self.tentative else before
         if gradient.requires_grad or gradient.is_neg():
             gradient = gradient.detach().resolve_neg()
-        step = self._step if select is None else getattr(select, "step", None)
+        step = getattr(select or self.compressor, "step", None)
         if step is not None and not withhold:
             sent: SparseVector = step(before, gradient, self.momentum, after)
-            self._note_finite(name, entries_finite(sent))
-            return sent
+            finite = all_finite(sent)
+        else:
+            sent, finite = self._unfused(name, before, gradient, after, select, withhold)
+        again = self.tentative and name in self._finite  # more than once in one step
+        self._finite[name] = self._finite[name] & finite if again else finite
+        return sent
+
+    def _unfused(
+        self,
+        name: str,
+        before: Accumulator,
+        gradient: Tensor,
+        after: Accumulator,
+        select: Callable[[Tensor], SparseVector] | None,
+        withhold: Sequence[slice],
+    ) -> tuple[SparseVector, Tensor]:
         held = before.copies(withhold)
         before.advance(gradient, self.momentum, out=after)
         after.fill(withhold, 0.0)
@@ -104,10 +116,10 @@ class ErrorFeedback:
                 f"dtype={accumulated.dtype}, device={accumulated.device}"
             )
         by_magnitude = getattr(select or self.compressor, "finds_nonfinite", False)
-        self._note_finite(name, entries_finite(sent) if by_magnitude else all_finite(accumulated))
+        finite = all_finite(sent if by_magnitude else accumulated)
         after.clear(sent)
         after.fill(withhold, held)
-        return sent
+        return sent, finite
 
     def is_suspect(self, name: str) -> bool:
         """Whether `suspects` names a tensor; reads back this one only. False before it was compressed.
@@ -261,11 +273,9 @@ class ErrorFeedback:
             RuntimeError: A tentative step is open.
         """
         self._refuse_open_step("load_state_dict")
-        stateful = isinstance(self.compressor, StatefulCompressor)
-        if isinstance(state, Mapping) and ("compressor" in state) != stateful:
+        if ("compressor" in state) != isinstance(self.compressor, StatefulCompressor):
             raise ValueError(f"the state was saved with another compressor than {self.compressor}, or is incomplete")
-        tensors = {part: state[part] for part in state if part != "compressor"} if stateful else state
-        committed = read_state(tensors, momentum=self.momentum > 0, known=self._committed)
+        committed = read_state(state, momentum=self.momentum > 0, known=self._committed)
         if isinstance(self.compressor, StatefulCompressor):
             self.compressor.load_state_dict(state["compressor"])
         self._committed = committed
@@ -290,10 +300,6 @@ class ErrorFeedback:
         if isinstance(self.compressor, StatefulCompressor):
             return self.compressor(accumulated, name=name)
         return self.compressor(accumulated)
-
-    def _note_finite(self, name: str, finite: Tensor) -> None:
-        again = self.tentative and name in self._finite  # more than once in one step
-        self._finite[name] = self._finite[name] & finite if again else finite
 
     def _working_copy(self, name: str, before: Accumulator) -> Accumulator:
         """Accumulator that a tentative step writes to: ``before`` itself once the step has begun."""

@@ -1,20 +1,24 @@
-"""Addition of sparse vectors, exact or cut to the k largest."""
+"""Addition of sparse vectors, exact or cut to the largest entries.
+
+On a CPU compiled kernels add and cut float32; plain torch is their reference, and does the rest on any device.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from ctypes import c_int64
+from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_compress.arguments import integer
-from sparse_compress.entries import compact, pad
-from sparse_compress.magnitude import Keys, bits_of, largest, magnitude_keys, magnitude_mask
-from sparse_compress.native.sparse import added, every, merged
-from sparse_compress.vector import SparseVector, takes
+from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys, positions
+from sparse_compress.native.library import SCRATCH, kernels
+from sparse_compress.vector import SparseVector
+from sparse_compress.vectors import compact, joined, of_entries, pad, where
 
-Array = NDArray[Any]
+Bounds = Sequence[tuple[int, int]]
+"""[low, high) of every block of the index range, in order and without gaps."""
 
 
 def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
@@ -41,8 +45,73 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
     _check_alike(a, b)
     k = min(k, a.numel)
     if len(a) + len(b) <= k:
-        return pad(union(a, b), k), SparseVector.empty(a.numel, a.dtype, device=a.device)
-    return _merge_cpu(a, b, k) if a.is_cpu else _merge_on_device(a, b, k)
+        return pad(_union(a, b), k), SparseVector.empty(a.numel, a.dtype, device=a.device)
+    return merge_to_budgets(a, b, [(0, a.numel)], [k])
+
+
+def merge_to_budgets(
+    a: SparseVector, b: SparseVector, bounds: Bounds, budgets: Sequence[int]
+) -> tuple[SparseVector, SparseVector]:
+    """Merges a and b into the largest entries of each block of a + b, as many as its budget, and the cut.
+
+    Args:
+        a: One vector.
+        b: Another of the same numel, dtype and device.
+        bounds: [low, high) of every block of the index range, in order and without gaps.
+        budgets: Entries to keep of each block; where there are several, a or b has as many in each.
+
+    Returns:
+        (kept, cut), as of `merge`.
+    """
+    most = sum(budgets)
+    if most and kernels(a):
+        pieces = SCRATCH.pieces(len(a) + len(b))
+        entries = kernels().sc_union(*a.addresses, len(a), *b.addresses, len(b), *pieces[:3])
+        if entries < most:
+            return pad(joined(pieces, entries, a), most), SparseVector.empty(a.numel, a.dtype, device=a.device)
+        kept, cut = (SparseVector.allocate(n, a.numel, a.dtype, a.device) for n in (most, entries - most))
+        blocks = c_int64 * len(budgets)
+        sizes = blocks(*(high for _, high in bounds)), blocks(*budgets), len(budgets)
+        done = kernels().sc_split(*pieces[:3], *sizes, *kept.addresses, *cut.addresses, pieces.spare)
+        SCRATCH.trim()
+        if done:
+            return kept, cut
+    indices, values, counts = _paired(a, b)
+    chosen = counts & _largest_of_blocks(indices, magnitude_keys(values).masked_fill(~counts, -1), bounds, budgets)
+    spare = min(len(indices), a.numel) - most
+    return (
+        pad(_picked(indices, values, chosen, most, a.numel), most),
+        _picked(indices, values, counts & ~chosen, spare, a.numel),
+    )
+
+
+def cut_to_budgets(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int]) -> tuple[SparseVector, SparseVector]:
+    """Cuts a vector to the largest entries in each block, as many as its budget: kept + cut = sparse, exactly.
+
+    Ties go to the lowest index; a block with fewer entries is filled up with explicit zeros. On a GPU nothing is read
+    back.
+
+    Args:
+        sparse: Vector.
+        bounds: [low, high) of every block of the index range, in order and without gaps.
+        budgets: Entries to keep of each block, at most its length.
+
+    Returns:
+        (kept, cut).
+    """
+    nothing = SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
+    if sparse.is_cpu:
+        lows = np.array([low for low, _ in bounds], np.int32)
+        edges = [*np.searchsorted(sparse.indices.numpy(), lows).tolist(), len(sparse)]
+        found = [last - first for first, last in pairwise(edges)]
+        if found == list(budgets):
+            return sparse, nothing
+        if all(held >= budget for held, budget in zip(found, budgets, strict=True)):
+            return merge_to_budgets(sparse, nothing, bounds, budgets)
+    at = [torch.arange(low, low + budget) for (low, _), budget in zip(bounds, budgets, strict=True)]
+    indices = torch.cat(at).to(sparse.device, torch.int32)
+    zeros = of_entries(indices, torch.zeros(len(indices), dtype=sparse.dtype, device=sparse.device), sparse.numel)
+    return merge_to_budgets(sparse, zeros, bounds, budgets)
 
 
 def add(a: SparseVector, b: SparseVector) -> SparseVector:
@@ -58,7 +127,7 @@ def add(a: SparseVector, b: SparseVector) -> SparseVector:
         ValueError: numel, dtype or device differ.
     """
     _check_alike(a, b)
-    return union(a, b)
+    return _union(a, b)
 
 
 def add_all(vectors: Sequence[SparseVector]) -> SparseVector:
@@ -84,6 +153,19 @@ def add_all(vectors: Sequence[SparseVector]) -> SparseVector:
     return sums[0]
 
 
+def union_of(vectors: Sequence[SparseVector]) -> SparseVector:
+    """`add_all` with an entry only where one of them has one; how many they are is read back from the device.
+
+    Args:
+        vectors: At least one, of the same numel, dtype and device.
+    """
+    total = add_all(vectors)
+    if total.is_cpu:
+        return total
+    places = torch.searchsorted(total.indices, torch.cat([vector.indices for vector in vectors]))
+    return where(total, torch.zeros_like(total.indices, dtype=torch.bool).index_fill_(0, places, True))
+
+
 def share(cut: SparseVector, member: int, of: int) -> SparseVector:
     """Every ``of``-th entry of a vector from position ``member`` on.
 
@@ -104,9 +186,10 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
         raise ValueError(f"member {member} of {of} given, expected 0 ≤ member < of")
     if of == 1 or not len(cut):
         return cut
-    if takes(cut):
-        return every(cut, member, of)
     part = SparseVector.allocate(len(range(member, len(cut), of)), cut.numel, cut.dtype, cut.device)
+    if kernels(cut):
+        kernels().sc_every(*cut.addresses, len(cut), member, of, *part.addresses)
+        return part
     part.indices.copy_(cut.indices[member::of])
     part.values.copy_(cut.values[member::of])
     return part
@@ -123,95 +206,21 @@ def _check_alike(a: SparseVector, b: SparseVector) -> None:
             raise ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")
 
 
-def _merge_cpu(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Merges on a CPU, for k < len(a) + len(b)."""
-    if k and len(a) and len(b) and takes(a):
-        kept_there, cut_there = merged(a, b, k)
-        if cut_there is None:
-            return pad(kept_there, k), SparseVector.empty(a.numel, a.dtype, device=a.device)
-        return kept_there, cut_there
-    indices, values, void = paired_cpu(a, b)
-    if len(indices) - len(void) <= k:
-        counts = without(void, len(indices))
-        return pad(picked_cpu(indices, values, counts, a.numel), k), SparseVector.empty(a.numel, a.dtype)
-    kept = largest(keys_of(values, void), k)
-    cut = ~kept
-    cut[void] = False
-    return picked_cpu(indices, values, kept, a.numel), picked_cpu(indices, values, cut, a.numel)
-
-
-def keys_of(values: Array, void: Array) -> Keys:
-    """Keys of values, -1 at the positions that do not count."""
-    bits = bits_of(torch.from_numpy(values))
-    keys: Keys = bits & magnitude_mask(bits)
-    keys[void] = -1
-    return keys
-
-
-def _merge_on_device(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Merges in plain torch, for k < len(a) + len(b); nothing is read back."""
-    indices, values, counts = paired(a, b)
-    keys = magnitude_keys(values).masked_fill(~counts, -1)
-    best = torch.sort(keys, descending=True, stable=True).indices[:k]
-    kept = torch.zeros_like(counts).index_fill_(0, best, True) & counts
-    spare = min(len(indices), a.numel) - k
-    return compact(indices, values, kept, k, a.numel), compact(indices, values, counts & ~kept, spare, a.numel)
-
-
-def union(a: SparseVector, b: SparseVector) -> SparseVector:
-    """Sum a + b of vectors of the same numel, dtype and device; where both have an index, a's value + b's.
-
-    On a CPU exactly the union of their entries; elsewhere min(len(a) + len(b), numel) of them, explicit zeros
-    included, so that nothing needs to be read back.
-    """
+def _union(a: SparseVector, b: SparseVector) -> SparseVector:
     if not len(a) or not len(b):
         return a if len(a) else b
-    return _union_cpu(a, b) if a.is_cpu else _union_on_device(a, b)
+    if kernels(a):
+        pieces = SCRATCH.pieces(len(a) + len(b))
+        entries = kernels().sc_union(*a.addresses, len(a), *b.addresses, len(b), *pieces[:3])
+        return joined(pieces, entries, a)
+    indices, values, counts = _paired(a, b)
+    return _picked(indices, values, counts, min(len(indices), a.numel), a.numel)
 
 
-def paired_cpu(a: SparseVector, b: SparseVector) -> tuple[Array, Array, Array]:
-    """Indices and values of a + b, (len(a) + len(b),), and the positions that do not count.
-
-    Where both vectors have an index it stands twice, the sum at the first place, and the second does not count.
-    """
-    indices = np.concatenate([a.indices.numpy(), b.indices.numpy()])
-    values = np.concatenate([a.values.numpy(), b.values.numpy()])
-    order = np.argsort(indices, kind="stable")  # finds the two runs and merges them; a's entry of a pair is first
-    indices, values = indices.take(order), values.take(order)
-    first_of_pairs = np.flatnonzero(indices[1:] == indices[:-1])
-    with np.errstate(all="ignore"):  # overflow is for the caller to find, not a warning here
-        values[first_of_pairs] += values[first_of_pairs + 1]
-    return indices, values, first_of_pairs + 1
-
-
-def without(positions: Array, length: int) -> Array:
-    """Mask that is False at these positions only."""
-    mask = np.ones(length, bool)
-    mask[positions] = False
-    return mask
-
-
-def picked_cpu(indices: Array, values: Array, picked: Array, numel: int) -> SparseVector:
-    """Entries where ``picked`` is True, their indices increasing."""
-    positions = np.flatnonzero(picked)
-    vector = SparseVector.allocate(len(positions), numel, torch.from_numpy(values).dtype, torch.device("cpu"))
-    indices.take(positions, out=vector.indices.numpy(), mode="clip")  # without a mode, take buffers its output
-    values.take(positions, out=vector.values.numpy(), mode="clip")
-    return vector
-
-
-def _union_cpu(a: SparseVector, b: SparseVector) -> SparseVector:
-    if takes(a):
-        return added(a, b)
-    indices, values, void = paired_cpu(a, b)
-    return picked_cpu(indices, values, without(void, len(indices)), a.numel)
-
-
-def paired(a: SparseVector, b: SparseVector) -> tuple[Tensor, Tensor, Tensor]:
+def _paired(a: SparseVector, b: SparseVector) -> tuple[Tensor, Tensor, Tensor]:
     """Indices and values of a + b, (len(a) + len(b),), and which of them count.
 
     Where both vectors have an index it stands twice, the sum at the first place, and the second does not count.
-    Plain torch on any device; nothing is read back.
     """
     indices, order = torch.sort(torch.cat([a.indices, b.indices]), stable=True)  # a's entry of a pair is first
     values = torch.cat([a.values, b.values])[order]
@@ -221,6 +230,22 @@ def paired(a: SparseVector, b: SparseVector) -> tuple[Tensor, Tensor, Tensor]:
     return indices, torch.where(first, values + values.roll(-1), values), counts
 
 
-def _union_on_device(a: SparseVector, b: SparseVector) -> SparseVector:
-    indices, values, counts = paired(a, b)
-    return compact(indices, values, counts, min(len(indices), a.numel), a.numel)
+def _largest_of_blocks(indices: Tensor, keys: Tensor, bounds: Bounds, budgets: Sequence[int]) -> Tensor:
+    """Mask of the largest keys of each block, as many as its budget, ties to the lowest index."""
+    if len(budgets) == 1:
+        return largest(keys, min(budgets[0], len(keys)))
+    highs, allowed = torch.tensor([[high for _, high in bounds], list(budgets)], device=keys.device)
+    by_size = largest_on_device(keys, len(keys))
+    block, order = torch.sort(torch.searchsorted(highs, indices[by_size].long(), right=True), stable=True)
+    place = torch.arange(len(indices), device=keys.device) - torch.searchsorted(block, block)
+    chosen = torch.empty_like(keys, dtype=torch.bool)
+    chosen[by_size[order]] = place < allowed[block]
+    return chosen
+
+
+def _picked(indices: Tensor, values: Tensor, mask: Tensor, most: int, numel: int) -> SparseVector:
+    """Entries that a mask picks; on a GPU, which is not asked how many, filled up to ``most`` with explicit zeros."""
+    if not mask.is_cpu:
+        return compact(indices, values, mask, most, numel)
+    places = positions(mask)
+    return of_entries(indices[places], values[places], numel)

@@ -1,24 +1,30 @@
-"""Sparse vector that always lives in its own wire form."""
+"""Sparse vector that always lives in its own wire form: a header of 32 bytes, the values, then the int32 indices.
+
+    byte 0        16      24      28           32           32 + 4k (float64: 8k)
+    ├─ free ──────┼─ numel ┼─ entries ┼─ dtype code ┼─ values … ┼─ indices … ┤
+
+The free half of the header is for a transport, which stamps call and round there. Values come before the indices so
+that float64 stays aligned to 8 bytes. All integers are in the byte order of the machine.
+"""
 
 from ctypes import memmove
-from typing import Self
+from struct import Struct
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import check_bytes, element_count
-from sparse_compress.native import dense
-from sparse_compress.native.library import kernels, ready, take
-from sparse_compress.vector_format import (
-    HEADER_BYTES,
-    MAX_NUMEL,
-    WIRE_DTYPES,
-    Header,
-    entry_nbytes,
-    read_header,
-    wire_nbytes,
-    write_header,
-)
+from sparse_compress.arguments import MAX_NUMEL, WIRE_DTYPES, check_bytes, element_count
+from sparse_compress.native.library import kernels
+
+HEADER_BYTES = 32
+"""Header of a packed vector: the free half, then numel, entries and dtype."""
+FREE_BYTES = 16
+"""First bytes of a packed vector, for a transport's own stamp."""
+INDEX_BYTES = 4
+_WORDS = Struct("=2q")  # of the header's second half: numel; entries and the dtype's code
+_CODES = {torch.float32: 1, torch.float64: 2}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 class SparseVector:
@@ -27,7 +33,7 @@ class SparseVector:
         >>> SparseVector(torch.tensor([1, 4], dtype=torch.int32), torch.tensor([2.0, -3.0]), 6).to_dense()
         tensor([ 0.,  2.,  0.,  0., -3.,  0.])
 
-    Both tensors are views into one uint8 buffer that has room for the header (``vector_format``), so ``pack`` and
+    Both tensors are views into one uint8 buffer that has room for the header, so ``pack`` and
     ``unpack`` copy nothing. Treat a vector as immutable once it is packed.
 
     Args:
@@ -41,11 +47,15 @@ class SparseVector:
         ValueError: Shapes, devices or the order do not fit, or an index is out of range.
     """
 
-    __slots__ = ("_buffer", "_entries", "_indices", "_unwritten", "_values", "dtype", "numel")
+    __slots__ = ("_buffer", "_entries", "_indices", "_unwritten", "_values", "device", "dtype", "is_cpu", "numel")
 
     numel: int
     dtype: torch.dtype
     """float32 or float64."""
+    device: torch.device
+    """Device of the buffer."""
+    is_cpu: bool
+    """Whether the buffer is on a CPU."""
     _entries: int
     _buffer: Tensor
     _indices: Tensor | None  # made at first use: many vectors are only passed on
@@ -55,23 +65,16 @@ class SparseVector:
     def __init__(self, indices: Tensor, values: Tensor, numel: int) -> None:
         numel = element_count(numel)
         _check(indices, values, numel)
-        self._allocate(len(indices), numel, WIRE_DTYPES[values.dtype], values.device)
+        dtype = WIRE_DTYPES[values.dtype]
+        buffer = torch.empty(wire_nbytes(len(indices), dtype), dtype=torch.uint8, device=values.device)
+        self._set(buffer, len(indices), numel, dtype)
         self.indices.copy_(indices)
         self.values.copy_(values.detach())
 
-    def _allocate(self, entries: int, numel: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._buffer = torch.empty(wire_nbytes(entries, dtype), dtype=torch.uint8, device=device)
-        self._entries, self.numel, self.dtype = entries, numel, dtype
-        self._unwritten, self._indices, self._values = True, None, None
-
-    @classmethod
-    def _view(cls, buffer: Tensor, header: Header) -> Self:
-        """Vector over the bytes of ``buffer``, whose contents are trusted to fit the header."""
-        self = cls.__new__(cls)
-        self._buffer = buffer
-        self.numel, self._entries, self.dtype = header
-        self._unwritten, self._indices, self._values = False, None, None
-        return self
+    def _set(self, buffer: Tensor, entries: int, numel: int, dtype: torch.dtype, *, unwritten: bool = True) -> None:
+        self._buffer, self._entries, self.numel, self.dtype = buffer, entries, numel, dtype
+        self.device, self.is_cpu = buffer.device, buffer.is_cpu
+        self._unwritten, self._indices, self._values = unwritten, None, None
 
     @classmethod
     def allocate(cls, entries: int, numel: int, dtype: torch.dtype, device: torch.device | str) -> Self:
@@ -84,7 +87,8 @@ class SparseVector:
             device: Device of the buffer.
         """
         self = cls.__new__(cls)
-        self._allocate(entries, numel, dtype, device)
+        nbytes = HEADER_BYTES + entries * (dtype.itemsize + INDEX_BYTES)
+        self._set(torch.empty(nbytes, dtype=torch.uint8, device=device), entries, numel, dtype)
         return self
 
     @classmethod
@@ -126,16 +130,6 @@ class SparseVector:
         """Addresses of the first index and the first value, on a CPU."""
         values = self._buffer.data_ptr() + HEADER_BYTES
         return values + self._entries * self.dtype.itemsize, values
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the buffer."""
-        return self._buffer.device
-
-    @property
-    def is_cpu(self) -> bool:
-        """Whether the buffer is on a CPU."""
-        return self._buffer.is_cpu
 
     @property
     def body(self) -> Tensor:
@@ -181,15 +175,12 @@ class SparseVector:
                 f"{self} cannot be put into {out.dtype}, {tuple(out.shape)} on {out.device}: expected a contiguous "
                 "tensor of its numel, dtype and device"
             )
-        if take(out):
-            dense.put(self.addresses, self._entries, out, divisor)
-            return out
         return put(out, self.indices, self.values, divisor=divisor)
 
     def pack(self) -> Tensor:
         """Wire form, 1-D uint8: this vector's own memory, not a copy."""
         if self._unwritten:
-            write_header(self._buffer, Header(self.numel, self._entries, self.dtype))
+            write_header(self._buffer, self.numel, self._entries, self.dtype)
             self._unwritten = False
         return self._buffer
 
@@ -216,18 +207,25 @@ class SparseVector:
         if buffer.data_ptr() % 8 or buffer.storage_offset() % 8:
             buffer = buffer.clone()
         if like is not None and not buffer.is_cpu:
-            entries, rest = divmod(buffer.numel() - HEADER_BYTES, entry_nbytes(like.dtype))
+            entries, rest = divmod(buffer.numel() - HEADER_BYTES, like.dtype.itemsize + INDEX_BYTES)
             if rest:
                 raise ValueError(f"{buffer.numel()} bytes are no whole number of {like.dtype} entries")
-            return cls._view(buffer, Header(like.numel, entries, like.dtype))
-        header = read_header(buffer)
-        if like is not None and (header.numel, header.dtype) != (like.numel, like.dtype):
-            raise ValueError(
-                f"the message holds {header.numel} elements of {header.dtype}, expected {like.numel} of {like.dtype}"
-            )
-        vector = cls._view(buffer, header)
+            numel, dtype = like.numel, like.dtype
+        else:
+            numel, entries, dtype = read_header(buffer[FREE_BYTES:HEADER_BYTES])
+            if buffer.numel() != wire_nbytes(entries, dtype):
+                raise ValueError(
+                    f"corrupted header or cut message: {buffer.numel()} bytes given, "
+                    f"but {entries} {dtype} entries take {wire_nbytes(entries, dtype)}"
+                )
+            if like is not None and (numel, dtype) != (like.numel, like.dtype):
+                raise ValueError(
+                    f"the message holds {numel} elements of {dtype}, expected {like.numel} of {like.dtype}"
+                )
+        vector = cls.__new__(cls)
+        vector._set(buffer, entries, numel, dtype, unwritten=False)
         if buffer.is_cpu:
-            check_entries(vector, 0, header.numel)
+            check_entries(vector, 0, numel)
         return vector
 
 
@@ -248,14 +246,10 @@ def _check(indices: Tensor, values: Tensor, numel: int) -> None:
     check_indices(indices, 0, numel)
 
 
-def takes(sparse: SparseVector) -> bool:
-    """Whether there are kernels that take this vector: float32 on a CPU."""
-    return sparse.dtype == torch.float32 and sparse.is_cpu and kernels() is not None
-
-
 def check_entries(sparse: SparseVector, low: int, high: int) -> None:
     """Checks a vector like `check_indices`, without making a tensor of its indices where they are right."""
-    if not (sparse.is_cpu and kernels() is not None and dense.increasing(sparse.addresses[0], len(sparse), low, high)):
+    library = kernels() if sparse.is_cpu else None
+    if library is None or not library.sc_increasing(sparse.addresses[0], len(sparse), low, high):
         check_indices(sparse.indices, low, high)
 
 
@@ -276,19 +270,71 @@ def check_indices(indices: Tensor, low: int, high: int) -> None:
 
 def is_increasing(indices: Tensor) -> bool:
     """Whether ``indices``, 1-D int32, increase strictly; from a GPU the answer is read back."""
-    if ready(indices):
-        return dense.increasing(indices.data_ptr(), indices.numel(), -MAX_NUMEL - 1, MAX_NUMEL + 1)
+    if kernels(indices, (torch.int32,)):
+        return bool(kernels().sc_increasing(indices.data_ptr(), indices.numel(), -MAX_NUMEL - 1, MAX_NUMEL + 1))
     given = indices.numpy() if indices.is_cpu else indices
     return bool((given[1:] > given[:-1]).all())
 
 
 def put(out: Tensor, indices: Tensor, values: Tensor, *, divisor: float = 1.0) -> Tensor:
-    """Puts out ← 0, and values / divisor at the indices; returns ``out``.
+    """Puts out ← 0, and values / divisor at the indices; returns ``out``. All is trusted.
 
-    ``out``: contiguous, of the values' dtype and device. ``indices``: int32, increasing, within ``out``. All trusted.
+    Args:
+        out: Contiguous, of the values' dtype and device.
+        indices: int32, (k,), increasing, within ``out`` flattened.
+        values: (k,).
+        divisor: Divisor of all values, such as the number of ranks for their mean.
     """
-    if take(out):
-        dense.put((indices.data_ptr(), values.data_ptr()), indices.numel(), out, divisor)
+    if kernels(out):
+        given = indices.data_ptr(), values.data_ptr(), indices.numel()
+        kernels().sc_put(out.data_ptr(), out.numel(), *given, divisor)
         return out
     out.view(-1).zero_().index_copy_(0, indices.long(), values if divisor == 1 else values / divisor)
     return out
+
+
+def wire_nbytes(entries: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of a packed vector, header included: the capacity a receive needs.
+
+    Args:
+        entries: Number of entries.
+        dtype: The gradient's; float16 and bfloat16 travel as float32.
+    """
+    return HEADER_BYTES + entries * (WIRE_DTYPES[dtype].itemsize + INDEX_BYTES)
+
+
+class Header(NamedTuple):
+    """Contents of the header; ``numel`` and ``entries`` count elements."""
+
+    numel: int
+    entries: int
+    dtype: torch.dtype
+
+
+def write_header(buffer: Tensor, numel: int, entries: int, dtype: torch.dtype) -> None:
+    """Fills the first 32 bytes of a uint8 ``buffer``, the free ones with 0; no host synchronisation on a GPU."""
+    sizes = entries | _CODES[dtype] << 32
+    if buffer.is_cpu:
+        data = buffer.numpy().data
+        data[:FREE_BYTES] = bytes(FREE_BYTES)
+        _WORDS.pack_into(data, FREE_BYTES, numel, sizes)
+        return
+    words = buffer[:HEADER_BYTES].view(torch.int64)
+    words[:2] = 0
+    words[2] = numel
+    words[3] = sizes
+
+
+def read_header(own: Tensor) -> Header:
+    """Reads back and checks the header's second half, 16 bytes of uint8; a GPU is waited for.
+
+    Raises:
+        ValueError: The header contradicts itself.
+    """
+    numel, word = _WORDS.unpack(own.cpu().numpy().data)
+    entries, code = word & 0xFFFFFFFF, word >> 32
+    if code not in _DTYPES:
+        raise ValueError(f"corrupted header: dtype code {code}, expected one of {_DTYPES}")
+    if not 0 <= entries <= numel <= MAX_NUMEL:
+        raise ValueError(f"corrupted header: {entries} entries of {numel} elements (at most {MAX_NUMEL})")
+    return Header(numel, entries, _DTYPES[code])

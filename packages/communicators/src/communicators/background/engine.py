@@ -16,9 +16,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from communicators import errors
+
+if TYPE_CHECKING:
+    from communicators.background.transport_communicator import TransportCommunicator
 
 LISTEN_SECONDS = 0.05
 BUSY_SECONDS = 50e-6
@@ -32,54 +35,23 @@ logger = logging.getLogger(__name__)
 
 
 class Driven(Protocol):
-    """Work that progresses when it is polled, by the engine or by the thread that waits for it, never by both.
+    """Work that progresses when it is advanced, by the engine or by the thread that waits for it, never by both.
 
-    progressed: time of its last progress, by time.monotonic(): the longer ago, the more rarely it is polled.
+    progressed: time of its last progress, by time.monotonic(): the longer ago, the more rarely it is advanced.
     lingers: whether its owner has gone on without it. Then it is driven to its end before the process ends.
     """
 
     progressed: float
     lingers: bool
 
-    def poll(self) -> bool:
-        """Progresses as far as it can without blocking; True once it is over, after which it is not polled again."""
+    def advance(self) -> bool:
+        """Progresses as far as it can without blocking; True once it is over, after which it is not advanced again."""
 
     def watch(self) -> None:
-        """Looks at the clock; called every few milliseconds while polls find nothing."""
+        """Looks at the clock; called every few milliseconds while nothing advances."""
 
     def abandon(self, error: BaseException | None) -> None:
-        """Releases work that is not polled again. error: what it raised itself, None where the process ends."""
-
-
-class ControlListener(Protocol):
-    """Communicator whose control messages the engine reads.
-
-    threaded: whether another thread may read them while its owner computes.
-    """
-
-    @property
-    def threaded(self) -> bool: ...
-
-    def listen(self) -> None:
-        """Reads the control messages that have come."""
-
-    def depart(self, why: str) -> None:
-        """Tells all peers that this rank departs."""
-
-    def awaited(self) -> list[int]:
-        """The peers that may still say that they depart."""
-
-    def missing(self) -> list[int]:
-        """The peers that have not departed."""
-
-    def departure_seconds(self) -> float:
-        """Longest wait for the peers' departure, in seconds."""
-
-    def release(self) -> None:
-        """Lets go of the transport."""
-
-    def fail(self, error: BaseException) -> None:
-        """Fails the communicator, whose transport has failed on this rank."""
+        """Releases work that is not advanced again. error: what it raised itself, None where the process ends."""
 
 
 @cache
@@ -139,9 +111,10 @@ class Engine:
 
     def __init__(self) -> None:
         self._driven: list[Driven] = []
-        self._listeners: weakref.WeakSet[ControlListener] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[TransportCommunicator] = weakref.WeakSet()
         self._lock = threading.Lock()  # of the set, which grows in one thread while another walks it
-        self._wake = Alarm()
+        self._alarm = Alarm()
+        self.wake = self._alarm.set  # ends a nap at once, because work that is driven has news
         self._closing = False
         self._process = os.getpid()
         self.inline = False
@@ -153,7 +126,7 @@ class Engine:
         """Whether added work progresses while its owner computes."""
         return not self.inline and not self._closing
 
-    def listen_to(self, listener: ControlListener) -> None:
+    def listen_to(self, listener: TransportCommunicator) -> None:
         """Reads the listener's control messages from now on."""
         with self._lock:
             self._listeners.add(listener)
@@ -165,7 +138,7 @@ class Engine:
             self._thread = threading.Thread(target=self._live, name="communicators-engine", daemon=True)
             self._thread.start()
 
-    def forget(self, listener: ControlListener) -> None:
+    def forget(self, listener: TransportCommunicator) -> None:
         """Stops reading the listener's control messages."""
         with self._lock:
             self._listeners.discard(listener)
@@ -173,11 +146,7 @@ class Engine:
     def add(self, driven: Driven) -> None:
         """Drives work in the background, from now on."""
         self._driven.append(driven)
-        self._wake.set()
-
-    def wake(self) -> None:
-        """Ends a nap at once, because work that is driven has news."""
-        self._wake.set()
+        self.wake()
 
     def drive(self, driven: Driven, nap: Callable[[float], None]) -> None:
         """Polls work to its end in the calling thread.
@@ -185,30 +154,30 @@ class Engine:
         It spins at first in every round, then naps in proportion to the wait: where ranks outnumber cores, they would
         otherwise spin in the way of the one that they wait for.
         """
-        while not driven.poll():
+        while not driven.advance():
             waited = time.monotonic() - driven.progressed
             if self.inline:  # what was started before has no other thread
-                self._poll_all()
+                self._advance_all()
             if waited > SPIN_SECONDS:
                 nap(min(waited / 8, LONGEST_NAP_SECONDS))
                 self._look_around([driven])
 
-    def wait(self, over: Callable[[], bool], finished: Ending | threading.Event, timeout: float | None) -> bool:
+    def wait(self, finished: Ending, timeout: float | None) -> bool:
         """Waits for the end of added work; False when it is not over in time."""
         if not self.inline:
             return finished.wait(timeout)
         end = None if timeout is None else time.monotonic() + timeout
-        self._poll_all()
-        while not over() and (end is None or time.monotonic() < end):
+        self._advance_all()
+        while not finished.is_set() and (end is None or time.monotonic() < end):
             time.sleep(BUSY_SECONDS)
-            self._poll_all()
-        return over()
+            self._advance_all()
+        return finished.is_set()
 
     def drain(self, kind: Callable[[Driven], bool] = lambda driven: True) -> None:
-        """Waits until no work of this kind lingers, polling in the calling thread where the engine's has ended."""
+        """Waits until no work of this kind lingers, in the calling thread where the engine's has ended."""
         while any(driven.lingers and kind(driven) for driven in list(self._driven)):
             if not self.drives:
-                self._poll_all()
+                self._advance_all()
                 for listener in self._listened_to():
                     _guarded(listener, listener.listen)
             time.sleep(BUSY_SECONDS)
@@ -218,7 +187,7 @@ class Engine:
         if os.getpid() != self._process or self._closing:
             return
         self._closing = True
-        self._wake.set()
+        self._alarm.set()
         if self._thread is not None:
             self._thread.join()
         for driven in [driven for driven in self._driven if not driven.lingers]:
@@ -239,20 +208,20 @@ class Engine:
     def _live(self) -> None:
         while not self._closing:
             if self._driven:
-                self._poll_all()
-                self._wake.wait(self._nap())
+                self._advance_all()
+                self._alarm.wait(self._nap())
             else:
                 self._look_around([])
-                self._wake.wait(LISTEN_SECONDS)
+                self._alarm.wait(LISTEN_SECONDS)
 
     def _nap(self) -> float:
         """Length of a nap, in proportion to how long nothing has come: each poll takes time from computing threads."""
         last = max((driven.progressed for driven in list(self._driven)), default=0.0)
         return min(max((time.monotonic() - last) / 8, BUSY_SECONDS), IDLE_SECONDS)
 
-    def _poll_all(self) -> None:
+    def _advance_all(self) -> None:
         for driven in list(self._driven):
-            self._guard(driven, driven.poll)
+            self._guard(driven, driven.advance)
         self._look_around(list(self._driven))
 
     def _guard(self, driven: Driven, look: Callable[[], bool | None]) -> None:
@@ -276,7 +245,7 @@ class Engine:
         for listener in self._listened_to():
             _guarded(listener, listener.listen)
 
-    def _listened_to(self) -> list[ControlListener]:
+    def _listened_to(self) -> list[TransportCommunicator]:
         with self._lock:
             return list(self._listeners)
 
@@ -301,7 +270,7 @@ def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
     return engine().leave("it ended after an error", timeout)
 
 
-def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None = None) -> list[int]:
+def depart(listeners: Sequence[TransportCommunicator], why: str, timeout: float | None = None) -> list[int]:
     """Departs from all listeners' peers, then reads control messages until they have departed too.
 
     An arbiter may still be needed. Returns the ranks that have not departed after `timeout` seconds, default each
@@ -325,7 +294,7 @@ def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None
     return sorted(missing)
 
 
-def _guarded(listener: ControlListener, look: Callable[[], None]) -> bool:
+def _guarded(listener: TransportCommunicator, look: Callable[[], None]) -> bool:
     """Looks at one listener; an error of its transport (False) fails that communicator, and the engine goes on."""
     try:
         look()

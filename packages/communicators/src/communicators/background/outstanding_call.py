@@ -2,67 +2,33 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
 from communicators import errors
-from communicators.background.abort import Control
 from communicators.background.call import Call, NativeSum
-from communicators.background.engine import Ending, Engine
-from communicators.background.requested_abort import RequestedAbort
-from communicators.background.streams import SideStream, devices_of, owned_here
-from communicators.background.transport import PeerLost, Pending, Transport, Unsent
-from communicators.communicator import Work
+from communicators.background.control import CallOwner, Control, RequestedAbort
+from communicators.background.engine import Ending
+from communicators.background.streams import SideStream, owned_here
+from communicators.background.transport import PeerLost, Pending
+from communicators.communicator import TIMEOUT_SECONDS, Work
 from communicators.errors import CollectiveError
 from communicators.schedule import Elapse, Received, Round
 from communicators.tracing import labelled
 
-T = TypeVar("T")
-
 REPORT_SECONDS = 2.0
 """Wait after which a rank tells its peers what it waits for."""
-LEAVE_GRACE_SECONDS = 0.5
-"""Longest time that a message of a peer that has left may still be in flight."""
+GRACE_SECONDS = 0.5
+"""Longest time that a message, or a receipt, of a peer that has left may still be in flight."""
 LATE_ABORT_SECONDS = 0.8
 """Wait for an abort reason by a rank that has waited for its whole time-out."""
 
 
-class CallOwner(Protocol):
-    """Owner of a call: the communicator or attempt that it belongs to."""
-
-    rank: int
-    transport: Transport
-    control: Control
-    lock: threading.RLock
-
-    def count(self, nbytes: int, messages: int) -> None:
-        """Counts bytes and messages that this rank has sent."""
-
-    def detaches(self, unsent: Unsent) -> bool:
-        """Whether the last messages of a call are left to the engine, so that the call is over."""
-
-    def over(self, call: Call) -> None:
-        """Notes that a call has ended, or failed."""
-
-    def request_abort(self, reason: str) -> None:
-        """Tells the arbiter why a collective cannot proceed."""
-
-    def ask(self) -> None:
-        """Asks all ranks, as the arbiter does not answer."""
-
-    def lose(self, peer: int) -> None:
-        """Marks a peer that cannot be reached any more, or does not answer."""
-
-    def report(self, call: Call, peers: list[int]) -> None:
-        """Tells the peers what this rank waits for."""
-
-
-class OutstandingCall:
-    """A call in flight over a transport: polled to its end, by the caller or by the engine.
+class OutstandingCall(Work[Any]):
+    """A call in flight over a transport: advanced to its end, by the caller or by the engine.
 
     progressed: when its current round was posted, by time.monotonic().
     began, ended: by time.perf_counter(), the communicator's clock.
@@ -70,21 +36,19 @@ class OutstandingCall:
     """
 
     lingers = False
+    began, ended, error, bytes_sent = 0.0, cast(float | None, None), cast(CollectiveError | None, None), 0
 
     def __init__(self, comm: CallOwner, call: Call, timeout: float, device: torch.device) -> None:
-        self.comm, self.call = comm, call
-        self.began, self.ended = time.perf_counter(), cast(float | None, None)
+        self.comm, self.call, self.began = comm, call, time.perf_counter()
         self._label = labelled("exchange")
         self._label.__enter__()
         self.finished = Ending()
-        self.error: CollectiveError | None = None
-        self.bytes_sent = 0
         self.device, self.side = device, cast(SideStream | None, None)
         self._timeout = timeout
-        self._stepped_through = False
         self._peers: tuple[int, ...] = ()  # of the current round, some twice
         self._pending: Pending | None = None
         self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
+        self._stepped_through = False  # only the last messages are under way
         self._cause: BaseException | None = None
         self._requested: RequestedAbort | None = None
         self._lost: PeerLost | None = None
@@ -92,26 +56,53 @@ class OutstandingCall:
         self._callbacks: list[Callable[[], None]] = []
         self.progressed = self._turn_came = time.monotonic()
 
-    @property
-    def peers(self) -> list[int]:
-        """Peers of the current round."""
-        return sorted(set(self._peers))
+    def wait(self, timeout: float | None = None) -> Any:
+        if not self.comm.engine.wait(self.finished, timeout):
+            call = self.call
+            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, sorted(set(self._peers)))
+            raise TimeoutError(f"not completed within {timeout} s: {waiting}")
+        return self.result() if self.side is None else owned_here(self.result(), self.device)
 
-    def poll(self) -> bool:
+    def is_completed(self) -> bool:
+        return self.comm.engine.wait(self.finished, 0.0)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A torch future of the result, waited for without the engine's thread: nothing would complete it later."""
+        if self.comm.engine.inline:
+            self.comm.engine.wait(self.finished, None)
+        done: torch.futures.Future[None] = torch.futures.Future(devices=[] if self.side is None else [self.device])
+        self.when_over(lambda: done.set_result(None))
+        return done.then(lambda _: self.result())  # what is raised here surfaces as itself
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        with self.comm.lock:
+            if not self.finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def result(self) -> Any:
+        """The schedule's result, or its error."""
+        if self.error is not None:
+            self.comm.control.told = True
+            raise CollectiveError(str(self.error)) from self._cause
+        return self.call.value
+
+    def advance(self) -> bool:
         """Progresses as far as it can without blocking; True at the end."""
         if self.side is None:
-            return self._poll()
+            return self._go_on()
         try:
             with self.side.current():
-                return self._poll()
+                return self._go_on()
         except Exception as error:  # the GPU itself has failed: without it the call can still say so
             self.side = None
             self._request_abort(errors.failed(self.comm.rank, self.call.facts, error), error)
-            return self._poll()
+            return self._go_on()
 
-    def _poll(self) -> bool:
+    def _go_on(self) -> bool:
         try:
-            if self._requested is None and self.comm.control.abort_reason is None and self._advance():
+            if self._requested is None and self.comm.control.abort_reason is None and self._step_through():
                 self._finish()
                 return True
         except PeerLost as lost:  # `watch` requests an abort, unless a control message has said why
@@ -125,11 +116,11 @@ class OutstandingCall:
         return self._failed()
 
     def watch(self) -> None:
-        """Looks at the clock; called every few milliseconds while a poll finds nothing."""
-        if self._pending is not None and self._pending.waits_its_turn():
+        """Looks at the clock; called every few milliseconds while it does not advance."""
+        if self._pending is not None and self._pending.waits_its_turn:
             self._turn_came = time.monotonic()
         waited = time.monotonic() - max(self.progressed, self._turn_came)
-        if self._requested is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
+        if self._requested is not None or self._pending is None or waited < GRACE_SECONDS:
             return
         missing, control = self._pending.missing(), self.comm.control
         waiting = errors.waits(self.comm.rank, self.call.number, self.call.facts, self.call.turn, missing)
@@ -143,16 +134,8 @@ class OutstandingCall:
             self._reported = True
             self.comm.report(self.call, missing)
 
-    def when_finished(self, callback: Callable[[], None]) -> None:
-        """Calls back at the end, or at once if the call is over."""
-        with self.comm.lock:
-            if not self.finished.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
-
     def abandon(self, error: BaseException | None = None) -> None:
-        """Cancels what is in flight, at exit or after an interrupt; an error of a poll also fails it on all ranks."""
+        """Cancels what is in flight, at exit or after an interrupt; an error of its own also fails it on all ranks."""
         for pending in (*self._unsent, *filter(None, [self._pending])):
             pending.cancel()
         if error is not None:
@@ -168,39 +151,37 @@ class OutstandingCall:
         self.comm.control.told = True  # by the interrupt itself
         self.comm.request_abort(errors.failed(self.comm.rank, self.call.facts, error))
 
-    def result(self) -> Any:
-        """The schedule's result, or its error."""
-        if self.error is not None:
-            self.comm.control.told = True
-            raise CollectiveError(str(self.error)) from self._cause
-        return self.call.value
-
-    def _advance(self) -> bool:
+    def _step_through(self) -> bool:
         received: Received = {}
         while True:
             if self._pending is not None:
                 if not self._pending.arrived():
                     return False
                 received = self._pending.received()
-                self._unsent, self._pending = [*self._still_unsent(), self._pending], None
+                self._unsent = [*(pending for pending in self._unsent if not pending.done()), self._pending]
+                self._pending = None
             if self._stepped_through:
                 break
             with labelled("merge"):
                 action = self.call.step(received)
             received = {}
             if action is None:
-                unsent, self._unsent = Unsent(self._still_unsent()), []
-                self._stepped_through = True
-                self._pending = None if self.comm.detaches(unsent) else unsent
+                self._see_off()
             elif not isinstance(action, Elapse):
                 self._post(action)
         if self.side is not None and not self.side.is_idle():
             return False
-        self.call.settle()
+        if self.call.doubts:
+            self.call.settle()
         return True
 
-    def _still_unsent(self) -> list[Pending]:
-        return [pending for pending in self._unsent if not pending.done()]
+    def _see_off(self) -> None:
+        """Leaves the messages that are not known to have come to the engine, or waits for them."""
+        self._stepped_through = True
+        unsent = [pending for pending in self._unsent if not pending.done()]
+        self._unsent = []
+        if unsent and not self.comm.detaches(unsent):
+            self._pending = Unsent(unsent)
 
     def _post(self, action: Round | NativeSum) -> None:
         if isinstance(action, NativeSum):
@@ -244,51 +225,62 @@ class OutstandingCall:
             callback()
 
 
-class TransportWork(Work[T]):
-    """A started call; the engine drives it."""
+class Unsent(Pending):
+    """Messages that earlier rounds have sent, and that are not known to have come."""
 
-    def __init__(self, outstanding: OutstandingCall, engine: Engine) -> None:
-        self._outstanding, self._engine = outstanding, engine
+    def __init__(self, rounds: list[Pending]) -> None:
+        self._rounds = rounds
 
-    def wait(self, timeout: float | None = None) -> T:
-        if not self._over_within(timeout):
-            call = self._outstanding.call
-            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, self._outstanding.peers)
-            raise TimeoutError(f"not completed within {timeout} s: {waiting}")
-        result = cast(T, self._outstanding.result())
-        return result if self._outstanding.side is None else owned_here(result, self._outstanding.device)
+    def done(self) -> bool:
+        return all(pending.done() for pending in self._rounds)
 
-    def is_completed(self) -> bool:
-        return self._over_within(0.0)
+    def received(self) -> Received:
+        return {}
 
-    def get_future(self) -> torch.futures.Future[T]:
-        """A torch future of the result, waited for without the engine's thread: nothing would complete it later."""
-        outstanding = self._outstanding
-        if self._engine.inline:
-            self._over_within(None)
-        done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(outstanding.device))
-        outstanding.when_finished(lambda: done.set_result(None))
-        return done.then(lambda _: outstanding.result())  # what is raised here surfaces as itself
+    def missing(self) -> list[int]:
+        return sorted({peer for pending in self._rounds for peer in pending.missing()})
 
-    @property
-    def error(self) -> CollectiveError | None:
-        return self._outstanding.error
+    def cancel(self) -> None:
+        for pending in self._rounds:
+            pending.cancel()
 
-    def when_over(self, callback: Callable[[], None]) -> None:
-        self._outstanding.when_finished(callback)
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._outstanding.bytes_sent
+class DetachedSends:
+    """Last messages of one call, which has all that it receives; the engine sees them through.
 
-    @property
-    def began(self) -> float:
-        return self._outstanding.began
+    Over TCP an MPI send ends with the receiver's receipt, one α after the message. Nobody needs to wait for it, but it
+    must go on, and its buffers must live. control: that of its communicator.
+    """
 
-    @property
-    def ended(self) -> float | None:
-        return self._outstanding.ended
+    lingers = True
 
-    def _over_within(self, timeout: float | None) -> bool:
-        finished = self._outstanding.finished
-        return self._engine.wait(finished.is_set, finished, timeout)
+    def __init__(self, control: Control, unsent: list[Pending]) -> None:
+        self.control, self.progressed = control, time.monotonic()
+        self._unsent = Unsent(unsent)
+
+    def advance(self) -> bool:
+        """Whether the messages have come, or never will: a later call finds out why."""
+        try:
+            if self._unsent.done():
+                return True
+            lost = False
+        except Exception:
+            lost = True
+        if lost or self._hopeless():
+            self._unsent.cancel()
+            return True
+        return False
+
+    def watch(self) -> None:
+        """Does nothing: `advance` looks at the clock."""
+
+    def abandon(self, error: BaseException | None) -> None:
+        """Cancels the messages."""
+        del error
+        self._unsent.cancel()
+
+    def _hopeless(self) -> bool:
+        waited = time.monotonic() - self.progressed
+        if self.control.abort_reason is not None or waited > TIMEOUT_SECONDS:
+            return True
+        return waited > GRACE_SECONDS and set(self._unsent.missing()) <= set(self.control.departed)

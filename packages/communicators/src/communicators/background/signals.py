@@ -12,18 +12,18 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from communicators import errors
-from communicators.among import among
-from communicators.background.abort import Control
 from communicators.background.attempt import TransportAttempt
-from communicators.background.engine import Engine
-from communicators.background.requested_abort import RequestedAbort
-from communicators.background.transport import PeerLost, SignalLine, Transport
+from communicators.background.control import RequestedAbort
+from communicators.background.transport import PeerLost
 from communicators.errors import CollectiveError
-from communicators.schedule import Schedule
+from communicators.schedule import Schedule, among
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
+
+if TYPE_CHECKING:
+    from communicators.background.transport_communicator import TransportCommunicator
 
 MOST_VALUES = 64
 """Most values in one message."""
@@ -39,74 +39,60 @@ FAIL_SECONDS = 10.0
 _HEAD = struct.Struct("<IHH")  # checksum of the rest, whether it is the last one, number of values
 
 
-class Group(Protocol):
-    """Communicator whose transport carries nothing but these signals."""
-
-    rank: int
-    size: int
-    transport: Transport
-    control: Control
-    lock: threading.RLock
-
-    @property
-    def timeout(self) -> float: ...
-
-    def request_abort(self, reason: str) -> None:
-        """Tells all ranks why the signals cannot go on."""
-
-    def ask(self) -> None:
-        """Asks all ranks, as the arbiter does not answer."""
-
-    def lose(self, peer: int) -> None:
-        """Marks a peer that cannot be reached any more."""
-
-    def count(self, nbytes: int, messages: int) -> None:
-        """Counts bytes and messages that this rank has sent."""
-
-    def depart(self, why: str) -> None:
-        """Tells all peers that this rank departs."""
-
-    def close(self) -> None:
-        """Releases the transport, with all other ranks."""
-
-
 class TransportSignals(Signals):
-    """Signals of one rank over a transport, sent and received by the engine."""
+    """Signals of one rank over a transport that carries nothing else; the engine sends and receives them."""
 
-    def __init__(self, comm: Group, on_signal: OnSignal | None, engine: Engine) -> None:
+    lingers = False
+
+    def __init__(self, comm: TransportCommunicator, on_signal: OnSignal | None) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
-        self._comm, self._engine = comm, engine
-        self._traffic = SignalTraffic(comm, comm.transport.signal_line(), on_signal)
-        self._closed = False
-        engine.add(self._traffic)
+        self._comm, self._engine, self._line = comm, comm.engine, comm.transport.signal_line()
+        self._others = frozenset(range(comm.size)) - {comm.rank}
+        self._waiting: dict[int, dict[int, None]] = {peer: {} for peer in range(comm.size)}  # ordered sets
+        self._active: set[int] = set()  # peers for which something waits or is in flight
+        self._unread: dict[tuple[int, int], None] = {}
+        self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
+        self._left: dict[int, float] = {}  # since when a peer is known to have departed
+        self._lock = threading.Lock()
+        self._leaving = self._closed = self._closing = False  # closing: nothing more is sent but what waits
+        self._over, self._news = threading.Event(), threading.Event()
+        self._fail_with = ""  # reason for which this rank would have all ranks fail
+        self._requested: RequestedAbort | None = None
+        self._cause: BaseException | None = None
+        self.progressed = time.monotonic()
+        self._engine.add(self)
+
+    # Called in any thread but the engine's.
 
     @property
     def departed(self) -> frozenset[int]:
-        return self._traffic.departed()
+        return frozenset(self._comm.control.departed) | self._comm.control.lost
 
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
-        end, news = time.monotonic() + timeout, self._traffic.news
-        self._traffic.progressed = time.monotonic()  # who waits is not kept waiting by naps that had grown meanwhile
+        end = time.monotonic() + timeout
+        self.progressed = time.monotonic()  # who waits is not kept waiting by naps that had grown meanwhile
         self._engine.wake()
         while True:
-            news.clear()  # before it is looked at, so that nothing that comes meanwhile is missed
+            self._news.clear()  # before it is looked at, so that nothing that comes meanwhile is missed
             if over():
                 return
-            self._traffic.raise_failed()
+            self.check()
             if (left := end - time.monotonic()) <= 0:
                 raise TimeoutError(f"not within {timeout:g} s")
-            news.wait(min(left, LOOK_SECONDS))
+            self._news.wait(min(left, LOOK_SECONDS))
 
     def fail(self, reason: str) -> None:
         """Fails the signals on all ranks, as `Signals.fail` says; not in `on_signal`, which may raise the reason."""
         if self._engine.on_thread():
             raise RuntimeError("fail() in on_signal would wait for itself: raise a CollectiveError there")
-        self._traffic.fail_with = reason
-        self._engine.wake()
-        self._traffic.over.wait(FAIL_SECONDS)
+        self._fail_with = reason
+        self._ends_within(FAIL_SECONDS)
 
     def check(self) -> None:
-        self._traffic.raise_failed()
+        reason = self._comm.control.abort_reason
+        if reason is not None:
+            mine = self._requested is not None and self._requested.reason == reason
+            raise CollectiveError(reason) from (self._cause if mine else None)
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         if not self._comm.transport.outlives_ranks:
@@ -117,12 +103,11 @@ class TransportSignals(Signals):
 
     def leave(self, why: str) -> None:
         self._comm.depart(why)
-        self._traffic.left = True
-        self._engine.wake()
-        self._traffic.over.wait(FAIL_SECONDS)
+        self._leaving = True
+        self._ends_within(FAIL_SECONDS)
 
     def remind(self, seconds: float, value: int) -> None:
-        self._engine.add(Reminder(time.monotonic() + seconds, lambda: self._traffic.put([self.rank], value)))
+        self._engine.add(Reminder(time.monotonic() + seconds, lambda: self._put([self.rank], value)))
 
     def close(self) -> None:
         """Ends the signals on all ranks, as `Signals.close` says; not in `on_signal`, which the engine calls."""
@@ -130,86 +115,37 @@ class TransportSignals(Signals):
             raise RuntimeError("close() in on_signal would wait for itself: call it where the signals were made")
         if self._closed:
             return
-        self._closed = True
-        self._traffic.closing = True
-        self._engine.wake()
-        timed_out = "" if self._traffic.over.wait(self._comm.timeout) else self._time_out()
+        self._closed = self._closing = True
+        timed_out = "" if self._ends_within(self._comm.timeout) else self._time_out()
         with suppress(TimeoutError):  # no word of one that has closed its signals, or departed: nobody is awaited
             self._comm.close()
         if timed_out:
             raise TimeoutError(timed_out)
 
+    def _ends_within(self, seconds: float) -> bool:
+        self._engine.wake()
+        return self._over.wait(seconds)
+
     def _time_out(self) -> str:
         """Fails the signals on all ranks because some do not close; returns the reason."""
+        unfinished = sorted(self._others - self.departed - self._heard)
         reason = (
             f"timed out after {self._comm.timeout:g} s: rank {self.rank} closes its signals, but ranks "
-            f"{self._traffic.unfinished()} do not: all ranks must"
+            f"{unfinished} do not: all ranks must"
         )
         self.fail(reason)
         return reason
 
     def _send(self, peers: Sequence[int], value: int) -> None:
-        self._traffic.put(peers, value)
+        self._put(peers, value)
         self._engine.wake()
 
-    def _take(self) -> list[tuple[int, int]]:
-        return self._traffic.taken()
-
-
-class Reminder:
-    """Action that the engine takes at a given time."""
-
-    lingers = False
-
-    def __init__(self, due: float, action: Callable[[], None]) -> None:
-        self._due, self._action = due, action
-        self.progressed = time.monotonic()
-
-    def poll(self) -> bool:
-        """Takes the action once it is due."""
-        if time.monotonic() < self._due:
-            return False
-        self._action()
-        return True
-
-    def watch(self) -> None:
-        """Does nothing: `poll` looks at the clock."""
-
-    def abandon(self, error: BaseException | None) -> None:
-        """Does nothing: the signals are closed, or have failed."""
-
-
-class SignalTraffic:
-    """Signals to be sent and signals that have come, driven by the engine.
-
-    closing: nothing more is sent but waiting signals, and that they were the last. over: set at the end.
-    fail_with: reason for which this rank would have all ranks fail.
-    """
-
-    lingers = False
-
-    def __init__(self, comm: Group, line: SignalLine, on_signal: OnSignal | None) -> None:
-        self._comm, self._line, self._on_signal = comm, line, on_signal
-        self._others = frozenset(range(comm.size)) - {comm.rank}
-        self._waiting: dict[int, dict[int, None]] = {peer: {} for peer in range(comm.size)}  # ordered sets
-        self._active: set[int] = set()  # peers for which something waits or is in flight
-        self._unread: dict[tuple[int, int], None] = {}
-        self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
-        self._left: dict[int, float] = {}  # since when a peer is known to have departed
-        self._lock = threading.Lock()
-        self.left = False
-        self.closing, self.over, self.news = False, threading.Event(), threading.Event()
-        self.fail_with = ""
-        self._requested: RequestedAbort | None = None
-        self._cause: BaseException | None = None
-        self.progressed = time.monotonic()
-
-    def put(self, peers: Sequence[int], value: int) -> None:
-        """Queues a signal to each of these peers; called in any thread."""
-        departed = self.departed()
+    def _put(self, peers: Sequence[int], value: int) -> None:
+        """Queues a signal to each of these peers."""
+        departed = self.departed
         with self._lock:
-            self.raise_failed()
-            if self.closing:
+            self.check()
+            if self._closing:
                 raise CollectiveError("these signals are closed")
             peers = [peer for peer in peers if peer not in departed and value not in self._waiting[peer]]
             for peer in peers:
@@ -218,35 +154,28 @@ class SignalTraffic:
                 self._waiting[peer][value] = None
             self._active.update(peers)
 
-    def taken(self) -> list[tuple[int, int]]:
-        """Takes the signals that have come; called in any thread."""
+    def _take(self) -> list[tuple[int, int]]:
         with self._lock:
             if not self._unread:
-                self.raise_failed()
+                self.check()
             taken, self._unread = list(self._unread), {}
         return taken
 
-    def departed(self) -> frozenset[int]:
-        """Peers that have departed, or cannot be reached."""
-        return frozenset(self._comm.control.departed) | self._comm.control.lost
+    # Called by the engine.
 
-    def unfinished(self) -> list[int]:
-        """Peers that have neither departed nor said that no more comes."""
-        return sorted(self._others - self.departed() - self._heard)
-
-    def poll(self) -> bool:
+    def advance(self) -> bool:
         """Sends and receives signals; True once they have ended or failed."""
-        if self.fail_with and self._requested is None:
-            self._requested = RequestedAbort(self._comm, self.fail_with)
+        if self._fail_with and self._requested is None:
+            self._requested = RequestedAbort(self._comm, self._fail_with)
         if self._requested is not None and not self._requested.settled():
             return False
-        if self._comm.control.abort_reason is not None or self.left:
+        if self._comm.control.abort_reason is not None or self._leaving:
             self._end()
             return True
         try:
             return self._go_on()
         except Exception as error:  # also where `on_signal` has raised
-            self.fail_with, self._cause = errors.reason(self._comm.rank, "its signals", error), error
+            self._fail_with, self._cause = errors.reason(self._comm.rank, "its signals", error), error
             return False
 
     def watch(self) -> None:
@@ -260,16 +189,16 @@ class SignalTraffic:
     def _go_on(self) -> bool:
         """Receives and sends what there is; True at the end."""
         came = self._receive()
-        went = bool(self._active or self.closing) and self._send()
+        went = bool(self._active or self._closing) and self._send_waiting()
         if came or went:
             self.progressed = time.monotonic()
-        if self.closing and not self._active and all(self._finished_with(peer) for peer in self._others):
+        if self._closing and not self._active and all(self._finished_with(peer) for peer in self._others):
             self._end()
             return True
         return False
 
     def _receive(self) -> bool:
-        if len(self._unread) >= MOST_UNREAD and not self.closing:
+        if len(self._unread) >= MOST_UNREAD and not self._closing:
             return False
         messages = self._line.received()
         for source, message in messages:
@@ -286,12 +215,12 @@ class SignalTraffic:
             return
         for value in values:
             self._on_signal(source, value)
-        self.news.set()
+        self._news.set()
 
-    def _send(self) -> bool:
-        went, departed = False, self.departed()
+    def _send_waiting(self) -> bool:
+        went, departed = False, self.departed
         with self._lock:
-            if self.closing:  # in the lock: what was put before comes before
+            if self._closing:  # in the lock: what was put before comes before
                 self._active |= self._others - self._told
             active = list(self._active)
         for peer in active:
@@ -309,7 +238,7 @@ class SignalTraffic:
     def _sent(self, peer: int) -> bool:
         """Whether nothing is in flight to this peer."""
         if peer == self._comm.rank:
-            return self.closing or len(self._unread) < MOST_UNREAD
+            return self._closing or len(self._unread) < MOST_UNREAD
         try:
             return self._line.sent(peer)
         except PeerLost:
@@ -323,7 +252,7 @@ class SignalTraffic:
             values = list(waiting)[:MOST_VALUES]
             for value in values:
                 del waiting[value]
-            last = self.closing and not waiting and peer in self._others - self._told
+            last = self._closing and not waiting and peer in self._others - self._told
             if last:
                 self._told.add(peer)
             if not values and not last:
@@ -342,20 +271,36 @@ class SignalTraffic:
         if peer in self._heard and peer in self._told:
             return True
         now = time.monotonic()
-        return peer in self.departed() and now - self._left.setdefault(peer, now) > GRACE_SECONDS
-
-    def raise_failed(self) -> None:
-        """Raises CollectiveError with the reason that all ranks give, where there is one."""
-        reason = self._comm.control.abort_reason
-        if reason is not None:
-            mine = self._requested is not None and self._requested.reason == reason
-            raise CollectiveError(reason) from (self._cause if mine else None)
+        return peer in self.departed and now - self._left.setdefault(peer, now) > GRACE_SECONDS
 
     def _end(self) -> None:
-        self.news.set()
-        if not self.over.is_set():
-            self.over.set()
+        self._news.set()
+        if not self._over.is_set():
+            self._over.set()
             self._line.close()
+
+
+class Reminder:
+    """Action that the engine takes at a given time."""
+
+    lingers = False
+
+    def __init__(self, due: float, action: Callable[[], None]) -> None:
+        self._due, self._action = due, action
+        self.progressed = time.monotonic()
+
+    def advance(self) -> bool:
+        """Takes the action once it is due."""
+        if time.monotonic() < self._due:
+            return False
+        self._action()
+        return True
+
+    def watch(self) -> None:
+        """Does nothing: `advance` looks at the clock."""
+
+    def abandon(self, error: BaseException | None) -> None:
+        """Does nothing: the signals are closed, or have failed."""
 
 
 def _packed(values: Sequence[int], last: bool) -> bytes:

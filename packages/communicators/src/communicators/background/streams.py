@@ -27,10 +27,8 @@ class SideStreams:
     def __init__(self) -> None:
         self._idle: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
-    def beside(self, schedule: Any, device: torch.device) -> SideStream | None:
-        """A stream for a schedule that has not begun, behind the caller's current one; None on a CPU."""
-        if device.type != "cuda":
-            return None
+    def beside(self, schedule: Any, device: torch.device) -> SideStream:
+        """A stream for a schedule that has not begun, behind the caller's current one."""
         idle = self._idle[device]
         stream = idle.pop() if idle else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -66,18 +64,11 @@ def given(schedule: Any) -> list[Any]:
 
 def owned_here(value: T, device: torch.device) -> T:
     """The same value; its tensors are recorded on this thread's current stream, which may use and free them."""
-    future: torch.futures.Future[T] = torch.futures.Future(devices=devices_of(device))
+    future: torch.futures.Future[T] = torch.futures.Future(devices=[device])
     future.set_result(value)
     return future.wait()
 
 
-def devices_of(device: torch.device) -> list[int | str | torch.device]:
-    """The devices whose streams a torch future of such a call's result must know."""
-    return [device] if device.type == "cuda" else []
-
-
 def with_index(device: torch.device) -> torch.device:
-    """The current GPU for "cuda" alone: other threads have another current one."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    """A GPU with its number: the current one for "cuda" alone, as other threads have another current one."""
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +22,12 @@ class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a control mes
 
 
 class Pending(ABC):
-    """Messages in flight."""
+    """Messages in flight.
+
+    waits_its_turn: whether nothing is in flight yet because an earlier call is, whose clock counts.
+    """
+
+    waits_its_turn: bool = False
 
     @abstractmethod
     def done(self) -> bool:
@@ -45,33 +49,22 @@ class Pending(ABC):
     def missing(self) -> list[int]:
         """The peers that this rank still waits for."""
 
-    def waits_its_turn(self) -> bool:
-        """Whether nothing is in flight yet because an earlier call is, whose clock counts."""
-        return False
-
     @abstractmethod
     def cancel(self) -> None:
         """Gives up; buffers that are still in use stay alive."""
 
 
-class Unsent(Pending):
-    """Messages that earlier rounds have sent, and that are not known to have come."""
+class PendingSum(Pending):
+    """A transport's own sum in flight, which waits for all ranks."""
 
-    def __init__(self, rounds: Sequence[Pending]) -> None:
-        self._rounds = rounds
-
-    def done(self) -> bool:
-        return all(pending.done() for pending in self._rounds)
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
     def received(self) -> Received:
         return {}
 
     def missing(self) -> list[int]:
-        return sorted({peer for pending in self._rounds for peer in pending.missing()})
-
-    def cancel(self) -> None:
-        for pending in self._rounds:
-            pending.cancel()
+        return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
 
 
 SIGNAL_BYTES = 520
@@ -106,6 +99,8 @@ class Transport(ABC):
     outlives_ranks: whether messages between the others go on where a rank has died.
     departure_seconds: how long the end of the process waits for other ranks' departure.
     duplicates: how many were made of it.
+    untagged: type of the devices whose calls' messages bear no tags. Such a call is agreed on by all ranks before its
+        first message, and has the device in its facts: a rank whose data lie elsewhere would send another way.
     """
 
     rank: int
@@ -116,19 +111,11 @@ class Transport(ABC):
     duplicates: int = 0
     name: str = "host"
     outlives_ranks: bool = False
+    untagged: str | None = None
 
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """Posts all sends and receives of a round; received payloads are put on `device`."""
-
-    def untagged(self, device: torch.device) -> bool:
-        """Whether messages of calls on this device bear no tags.
-
-        Such a call is agreed on by all ranks before its first message, and has the device in its facts: a rank whose
-        data lie elsewhere would send another way.
-        """
-        del device
-        return False
 
     def began(self, call: Call) -> None:  # noqa: B027 - only who has no tags needs it
         """Notes an untagged call; called in the order of the calls' numbers."""

@@ -6,7 +6,6 @@ the same for every transport.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
@@ -16,15 +15,13 @@ import torch
 from torch import Tensor
 
 from communicators import errors
-from communicators.background.abort import Control, ControlMessages
-from communicators.background.call import Call, NativeSum
-from communicators.background.detached_sends import DetachedSends
-from communicators.background.engine import FAILED_DEPARTURE_SECONDS, Engine, depart, engine
-from communicators.background.facts import agreement
-from communicators.background.outstanding_call import OutstandingCall, TransportWork
+from communicators.background.call import Call, NativeSum, agreement
+from communicators.background.control import CallOwner
+from communicators.background.engine import FAILED_DEPARTURE_SECONDS, depart, engine
+from communicators.background.outstanding_call import DetachedSends, OutstandingCall
 from communicators.background.signals import TransportSignals
 from communicators.background.streams import SideStreams, with_index
-from communicators.background.transport import Transport, Unsent
+from communicators.background.transport import Pending, Transport
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Schedule
@@ -38,32 +35,29 @@ FAIL_SECONDS = 10.0
 """Upper bound on the end of a call in flight on a failed communicator, which comes much sooner."""
 
 
-class TransportCommunicator(Communicator):
+class TransportCommunicator(CallOwner, Communicator):
     """A communicator over a transport."""
 
     def __init__(self, transport: Transport) -> None:
-        self.rank, self.size, self.device = transport.rank, transport.size, transport.device
-        self.transport = transport
+        super().__init__(transport, engine())
+        self.device = transport.device
         self.bytes_sent = self.messages_sent = 0
         self.origin: TransportCommunicator | None = None  # whose duplicate this is
-        self.control = Control(self.rank, self.size)
         self._calls = 0
         self._in_flight: set[int] = set()  # numbers of calls that are not over
         self._facts: set[str] = set()
         self._streams = SideStreams()
-        self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
-        self.closed = self.released = False
+        self.closed = False
         self._outstanding: weakref.WeakSet[OutstandingCall] = weakref.WeakSet()
         self._duplicates: list[TransportCommunicator] = []  # alive until closed: peers wait for their departure
         self.threaded, self.outlives_ranks = transport.threaded, transport.outlives_ranks
-        self._engine: Engine = engine()
-        self._engine.listen_to(self)
+        self.engine.listen_to(self)
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """Carries a schedule to its end in the calling thread."""
-        outstanding = self._launch(schedule, facts, timeout, device)
+        outstanding = self._launch(schedule, facts, timeout, self._device(device))
         try:
-            self._engine.drive(outstanding, self.transport.nap)
+            self.engine.drive(outstanding, self.transport.nap)
         except BaseException as error:
             outstanding.interrupted(error)
             raise
@@ -73,17 +67,15 @@ class TransportCommunicator(Communicator):
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """Starts a schedule, which progresses in the background engine's thread."""
-        device = with_index(device if device is not None else self.device)
-        side = self._streams.beside(schedule, device)
+        device = self._device(device)
+        side = None if device.type != "cuda" else self._streams.beside(schedule, device)
         outstanding = self._launch(schedule, facts, timeout, device)
         outstanding.side = side
         self._outstanding.add(outstanding)
-        self._engine.add(outstanding)
-        return TransportWork(outstanding, self._engine)
+        self.engine.add(outstanding)
+        return outstanding
 
-    def clock(self) -> float:
-        """Seconds, monotonic."""
-        return time.perf_counter()
+    clock = staticmethod(time.perf_counter)
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
         """Transport's own sum, if it has one; counted as the 2(P − 1)/P of its bytes that the best algorithms send."""
@@ -98,8 +90,8 @@ class TransportCommunicator(Communicator):
         if self.closed:
             return
         self._end_outstanding()
-        self._engine.drain(lambda driven: isinstance(driven, DetachedSends) and driven.control is self.control)
-        self._engine.forget(self)
+        self.engine.drain(lambda driven: isinstance(driven, DetachedSends) and driven.control is self.control)
+        self.engine.forget(self)
         self.closed = True
         missing = depart([self], CLOSED, None if self.control.abort_reason else self.timeout)
         missing = sorted(set(missing) - self.control.lost)  # those have died
@@ -107,7 +99,6 @@ class TransportCommunicator(Communicator):
             raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
 
     def count(self, nbytes: int, messages: int) -> None:
-        """Counts what this rank has sent; rounds are posted by the caller's thread and by the engine's."""
         with self.lock:
             self.bytes_sent += nbytes
             self.messages_sent += messages
@@ -124,46 +115,25 @@ class TransportCommunicator(Communicator):
             for peer in set(self.transport.unreachable()) - self.control.lost:
                 self._write(self.control.lose(peer))
 
-    def request_abort(self, reason: str) -> None:
-        """Tells the arbiter why a collective cannot proceed."""
-        with self.lock:
-            self._write(self.control.request_abort(reason))
-
-    def ask(self) -> None:
-        """Asks all ranks why a collective cannot proceed."""
-        with self.lock:
-            self._write(self.control.ask())
-
-    def lose(self, peer: int) -> None:
-        """Marks a peer that cannot be reached any more, or does not answer."""
-        with self.lock:
-            self._write(self.control.lose(peer))
-
-    def report(self, call: Call, peers: list[int]) -> None:
-        """Tells the peers what this rank waits for."""
-        with self.lock:
-            self._write(self.control.waits(call.number, call.facts, peers))
-
     def depart(self, why: str) -> None:
         """Tells all peers that this rank departs."""
         with self.lock:
             self._write(self.control.departs(why, min(self._in_flight, default=self._calls)))
 
-    def detaches(self, unsent: Unsent) -> bool:
-        """Whether the last messages of a call are left to the engine, so that the call is over."""
+    def detaches(self, unsent: list[Pending]) -> bool:
         detached = DetachedSends(self.control, unsent)
-        if detached.poll():
+        if detached.advance():
             return True
-        if not self._engine.drives:
+        if not self.engine.drives:
             return False
-        self._engine.add(detached)
+        self.engine.add(detached)
         return True
 
     def over(self, call: Call) -> None:
-        """Notes that a call has ended, or failed."""
         with self.lock:
             self._in_flight.discard(call.number)
-            self.transport.ended(call)
+            if self.transport.untagged is not None:
+                self.transport.ended(call)
 
     def release(self) -> None:
         """Closes the transport, which nobody uses from then on."""
@@ -201,14 +171,14 @@ class TransportCommunicator(Communicator):
         return self._duplicated("duplicate", self.transport.duplicate)
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
-        if self._engine.inline:
+        if self.engine.inline:
             raise RuntimeError(
                 "signals come at any time, so another thread must read them, but this MPI was not initialised with "
                 "THREAD_MULTIPLE: it is mpi4py's default, so set neither mpi4py.rc.threads nor rc.thread_level, or "
                 "start MPI with it"
             )
         comm = self._duplicated("signals", self.transport.duplicate_for_signals)
-        return TransportSignals(comm, on_signal, self._engine)
+        return TransportSignals(comm, on_signal)
 
     def _duplicated(self, what: str, make: Callable[[float], Transport]) -> TransportCommunicator:
         self._duplicates = [made for made in self._duplicates if not made.closed]
@@ -225,21 +195,15 @@ class TransportCommunicator(Communicator):
         """Waits for calls that have failed; RuntimeError while others that were started are in flight."""
         for outstanding in list(self._outstanding):
             failing = self.control.abort_reason is not None
-            over = self._engine.wait(
-                outstanding.finished.is_set, outstanding.finished, FAIL_SECONDS if failing else 0.0
-            )
-            if not over and not failing:
+            if not self.engine.wait(outstanding.finished, FAIL_SECONDS if failing else 0.0) and not failing:
                 raise RuntimeError("close() while calls that were started are in flight: wait() for them first")
 
-    def _launch(
-        self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device | None
-    ) -> OutstandingCall:
+    def _launch(self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device) -> OutstandingCall:
         if self.closed or self.control.abort_reason is not None:
             schedule.close()
             self.control.told = True
             raise CollectiveError(self.control.abort_reason or "this communicator is closed")
-        device = with_index(device if device is not None else self.device)
-        untagged = self.transport.untagged(device)
+        untagged = device.type == self.transport.untagged
         facts = f"{facts} on {device.type}" if untagged else facts
         with self.lock:
             number, new = self._calls, untagged or facts not in self._facts
@@ -253,13 +217,11 @@ class TransportCommunicator(Communicator):
             self._write(self.control.called(number, facts))
         return OutstandingCall(self, call, timeout, device)
 
+    def _device(self, device: torch.device | None) -> torch.device:
+        device = self.device if device is None else device
+        return with_index(device) if device.type == "cuda" else device
+
     def _native_sum(self, total: Tensor) -> Generator[Any, Received, None]:
         """Native sum behind a barrier: without tags it must meet no other call's, nor wait for a rank that is gone."""
         yield from barrier(self.rank, self.size)
         yield NativeSum(self.transport.post_sum(total))
-
-    def _write(self, messages: ControlMessages) -> None:
-        if self.released:
-            return
-        for peer, message in messages:
-            self.transport.send_control(peer, message)

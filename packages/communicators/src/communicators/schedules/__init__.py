@@ -4,6 +4,7 @@
 `yield from schedules.allreduce(x, rank, size)`.
 """
 
+from communicators.schedule import among, largest_power_of_two, powers_of_two
 from communicators.schedules.dense import (
     RING_NBYTES,
     allgather,
@@ -13,8 +14,6 @@ from communicators.schedules.dense import (
     block_bounds,
     broadcast,
     halving_doubling_allreduce,
-    largest_power_of_two,
-    powers_of_two,
     ring_allreduce,
 )
 from communicators.schedules.quantised import Rounded, quantised_allreduce, quantised_nbytes, quantised_spans
@@ -25,6 +24,7 @@ __all__ = [
     "allgather",
     "allgather_blocks",
     "allreduce",
+    "among",
     "barrier",
     "block_bounds",
     "broadcast",

@@ -6,13 +6,13 @@ Bruck et al., IEEE TPDS 1997). Tensors are 1-D, contiguous, of any dtype that ad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from communicators.errors import CollectiveError
-from communicators.schedule import Payload, Round, Schedule
+from communicators.schedule import Payload, Round, Schedule, largest_power_of_two, powers_of_two
 
 MOST_NBYTES = 1 << 40
 """Most bytes of one rank's part of a gather; a larger size from a peer is not trusted."""
@@ -139,19 +139,6 @@ def allgather_blocks(block: Tensor, nbytes: Sequence[int], rank: int, size: int)
 def block_bounds(numel: int, blocks: int) -> list[tuple[int, int]]:
     """Bounds of equal blocks: block b is [⌊b·n/B⌋, ⌊(b + 1)·n/B⌋)."""
     return [(b * numel // blocks, (b + 1) * numel // blocks) for b in range(blocks)]
-
-
-def powers_of_two(*, below: int) -> Iterator[int]:
-    """1, 2, 4, … less than `below`."""
-    power = 1
-    while power < below:
-        yield power
-        power *= 2
-
-
-def largest_power_of_two(size: int) -> int:
-    """The largest power of two that is at most `size`."""
-    return 1 << (size.bit_length() - 1)
 
 
 def _fold_into(partner: int, x: Tensor) -> Schedule[Tensor]:

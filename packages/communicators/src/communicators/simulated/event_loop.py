@@ -5,51 +5,81 @@ from __future__ import annotations
 import heapq
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+
+import torch
 
 from communicators import errors
 from communicators.background.call import Call
+from communicators.communicator import Work
 from communicators.errors import CollectiveError
-from communicators.link import Link
 from communicators.schedule import Elapse, Payload, Received, Round, Schedule
-from communicators.simulated.baton import RankThread
-from communicators.simulated.faults import Corrupts, Dies
-from communicators.simulated.ports import Message, Ports
-from communicators.simulated.signals_in_flight import Context, SignalsInFlight
-from communicators.simulated.waiting import Action, Name, SimulatedCall, Watch
+from communicators.simulated.network import Corrupts, Dies, Message, Ports
+from communicators.simulated.ranks import RankThread
+from communicators.simulated.signals import Context, SignalGroup, Watch
+
+if TYPE_CHECKING:
+    from communicators.simulated.world import SimulatedWorld
 
 T = TypeVar("T")
+Action: TypeAlias = Callable[[], None]
+Name: TypeAlias = tuple[Context, int]
+"""Name of a call: its communicator, and its number there."""
 Address = tuple[int, Name, int]  # sender, call, tag
+POLL_SECONDS = 50e-6
+"""Virtual cost of one `is_completed()`."""
 
 
-class Conditions(Protocol):
-    """World whose events the loop runs, such as `SimulatedWorld`."""
+class SimulatedCall(Work[Any]):
+    """A call in the loop: what its current round still lacks, and who waits for its end.
+
+    Waiting for it, or for its futures, lets the other ranks go on; seconds are virtual.
+    """
+
+    began, ended, error, bytes_sent = 0.0, cast(float | None, None), cast(CollectiveError | None, None), 0
+
+    def __init__(self, loop: EventLoop, call: Call, context: Context) -> None:
+        self._loop, self.call, self.context, self.began = loop, call, context, loop.now
+        self.done = False
+        self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity
+        self.unsent = -1  # -1: not in a round
+        self.received: Received = {}
+        self.waiter: Action | None = None
+        self.callbacks: list[Action] = []
+
+    def wait(self, timeout: float | None = None) -> Any:
+        self._loop.wait(self.call.rank, self, timeout)
+        if self.error is not None:
+            raise CollectiveError(str(self.error)) from self.error.__cause__
+        return self.call.value
+
+    def is_completed(self) -> bool:
+        self._loop.sleep(self.call.rank, POLL_SECONDS)
+        return self.done
+
+    def when_over(self, callback: Action) -> None:
+        self._loop.wish(lambda: callback() if self.done else self.callbacks.append(callback))
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return _SimulatedFuture(self.wait)
+
+    def leave(self) -> None:
+        """Leaves the call on this rank alone; it does not fail for it."""
+        self._loop.wish(lambda: self._loop.tear(self))
 
     @property
-    def size(self) -> int: ...
+    def name(self) -> Name:
+        """Communicator and number of the call."""
+        return self.context, self.call.number
 
-    @property
-    def link(self) -> Link: ...
-
-    @property
-    def slowdown(self) -> Sequence[float]: ...
-
-    @property
-    def jitter(self) -> float: ...
-
-    @property
-    def deaths(self) -> Sequence[tuple[int, float]]: ...
-
-    def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
-        """Fault of this message of this rank, if any."""
-
-    def turn(self, rank: int) -> Callable[[], AbstractContextManager[None]]:
-        """Makes the context that each turn of this rank's thread is inside of."""
+    def waits(self) -> str:
+        """Phrase that says who waits for whom."""
+        call = self.call
+        return errors.waits(call.rank, call.number, call.facts, call.turn, list(self.lacks))
 
 
 class EventLoop:
@@ -59,7 +89,7 @@ class EventLoop:
     as it has the baton back, so that `draw` is always called there (hypothesis asks for that).
     """
 
-    def __init__(self, world: Conditions, draw: Callable[[], float]) -> None:
+    def __init__(self, world: SimulatedWorld, draw: Callable[[], float]) -> None:
         self.world, self._draw = world, draw
         self.now = 0.0
         self.bytes_sent, self.messages_sent = [0] * world.size, [0] * world.size
@@ -80,7 +110,7 @@ class EventLoop:
         self._watches: dict[int, Watch] = {}
         self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for)
-        self.signals = SignalsInFlight(self)
+        self.signals: defaultdict[Context, SignalGroup] = defaultdict(SignalGroup)
         self._thread = threading.current_thread()
 
     # Called in a rank's thread.
@@ -92,19 +122,13 @@ class EventLoop:
             raise CollectiveError(str(poison)) from poison.__cause__
         call = Call(schedule, rank=rank, size=self.world.size, facts=facts, number=self._calls[rank][context])
         self._calls[rank][context] += 1
-        outstanding = SimulatedCall(call, context, self.now)
+        outstanding = SimulatedCall(self, call, context)
         self._wishes.append(lambda: self._begin(outstanding, timeout))
         return outstanding
 
     def outlives(self, context: Context) -> None:
         """Marks a communicator that goes on where a rank has died."""
         self._outliving.add(context)
-
-    def leave(self, outstanding: SimulatedCall) -> None:
-        """Leaves a call on this rank alone; the call does not fail for it."""
-        self._torn.add(outstanding.context)
-        if not outstanding.done:
-            self._end(outstanding, CollectiveError("it was cancelled"))
 
     def wish(self, action: Action) -> None:
         """Has the loop's thread do this as soon as it has the baton."""
@@ -223,6 +247,12 @@ class EventLoop:
         seconds = self.world.link.seconds(nbytes)
         return seconds + self.world.jitter * self._draw() if self.world.jitter else seconds
 
+    def tear(self, outstanding: SimulatedCall, reason: str = "it was cancelled") -> None:
+        """Ends a call on its rank alone."""
+        self._torn.add(outstanding.context)
+        if not outstanding.done:
+            self._end(outstanding, CollectiveError(reason))
+
     def _lives(self, rank: int) -> bool:
         return rank not in self.ended_ranks() and not all(thread.over or thread.dead for thread in self._ranks)
 
@@ -234,8 +264,7 @@ class EventLoop:
         for outstanding in list(self._outstanding[rank].values()):
             outstanding.callbacks.clear()
             outstanding.waiter = None
-            self._torn.add(outstanding.context)
-            self._end(outstanding, CollectiveError(reason))
+            self.tear(outstanding, reason)
         self._bereaved = self._bereaved or CollectiveError(reason)
         for calls in self._outstanding:
             for outstanding in list(calls.values()):
@@ -413,3 +442,23 @@ class EventLoop:
                 raise CollectiveError(
                     f"rank {source} sent a message to rank {rank} in call {name[1]}, {facts}, which was never received"
                 )
+
+
+class _SimulatedFuture(torch.futures.Future[T]):
+    """Completes when somebody waits for it: in a simulated world nothing happens in between."""
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def wait(self) -> T:
+        if not self.done():
+            self.set_result(self._compute())
+        return super().wait()
+
+    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
+        def after() -> Any:
+            self.wait()
+            return callback(self)
+
+        return _SimulatedFuture(after)

@@ -4,50 +4,80 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from communicators.among import among
-from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
-from communicators.schedule import Schedule
+from communicators.schedule import Schedule, among
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
-from communicators.simulated.event_loop import EventLoop
-from communicators.simulated.signals_in_flight import SIGNAL_BYTES, Context
-from communicators.simulated.waiting import SimulatedCall, Watch
 
+if TYPE_CHECKING:
+    from communicators.simulated.event_loop import SimulatedCall
+    from communicators.simulated.world import SimulatedCommunicator
+
+Context: TypeAlias = tuple[int, ...]
+"""A communicator of the world: () the first one, (2, 0) the first duplicate of its third duplicate."""
+SIGNAL_BYTES = 8
 POLL_SECONDS = 50e-6
 """Virtual cost of one `poll()`."""
 
 
-class SimulatedSignals(Signals):
-    """Signals of one simulated rank. comm: a duplicate that carries nothing else, named `context` in the loop."""
+class Watch:
+    """Rank that waits for a condition which signals of a communicator bring about."""
 
-    def __init__(self, loop: EventLoop, comm: Communicator, context: Context, on_signal: OnSignal | None) -> None:
+    def __init__(self, rank: int, context: Context, over: Callable[[], bool]) -> None:
+        self.rank, self.context, self.over = rank, context, over
+        self.done = False
+        self.waiter: Callable[[], None] | None = None
+
+    def waits(self) -> str:
+        """Phrase that says who waits for what."""
+        return f"rank {self.rank} waits for a signal"
+
+
+class SignalGroup:
+    """Signals of all ranks on one communicator. early: those that came to a rank before it has made its own."""
+
+    def __init__(self) -> None:
+        self.members: dict[int, SimulatedSignals] = {}
+        self.early: defaultdict[int, list[tuple[SimulatedSignals, int]]] = defaultdict(list)
+
+
+class SimulatedSignals(Signals):
+    """Signals of one simulated rank. comm: a duplicate that carries nothing else.
+
+    Between two ranks the first that was sent is the first to come, whatever the jitter. One that is on its way is not
+    sent again. closing: it sends no more. left: it hears nothing more.
+    """
+
+    def __init__(self, comm: SimulatedCommunicator, on_signal: OnSignal | None) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
-        self._loop, self._comm, self._context, self._closed = loop, comm, context, False
+        self._loop, self._comm, self._context = comm.loop, comm, comm.context
+        self._group = self._loop.signals[self._context]
+        self._sent: defaultdict[int, deque[int]] = defaultdict(deque)  # on their way, by peer
+        self._waiting: Counter[int] = Counter()  # on their way, or come and not polled, by peer
         self._unread: dict[tuple[int, int], None] = {}  # an ordered set
         self._watch: Watch | None = None
-        loop.outlives(context)
-        loop.signals.listen(context, comm.rank, self._arrived)
+        self._closed = self.closing = self.left = False
+        self._group.members[self.rank] = self
+        self._loop.outlives(self._context)
+        self._loop.wish(partial(self._loop.guarded, self._context, self.rank, self._hear_early))
 
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
         """Waits until a condition holds, without a time-out: where nothing more can happen, a deadlock is reported."""
         del timeout
-        self._raise_failed()
+        self.check()
         if not over():
             self._watch = Watch(self.rank, self._context, over)
             self._loop.wait_for(self._watch)
-            self._raise_failed()
+            self.check()
 
     def remind(self, seconds: float, value: int) -> None:
         """Sends a signal to this rank itself after `seconds` of virtual time."""
-        context, rank = self._context, self.rank
-
-        def send() -> None:
-            self._loop.guarded(context, rank, lambda: self._loop.signals.send(context, rank, rank, value))
-
-        live = lambda: rank not in self._loop.ended_ranks()  # noqa: E731
+        send = partial(self._loop.guarded, self._context, self.rank, partial(self._put, self.rank, value))
+        live = lambda: self.rank not in self._loop.ended_ranks()  # noqa: E731
         self._loop.wish(lambda: self._loop.after(seconds, send, live))
 
     def fail(self, reason: str) -> None:
@@ -56,22 +86,22 @@ class SimulatedSignals(Signals):
         self._loop.sleep(self.rank, 0.0)
 
     def check(self) -> None:
-        self._raise_failed()
+        if (poison := self._loop.poisoned(self._context)) is not None:
+            raise CollectiveError(str(poison)) from poison.__cause__
 
     @property
     def departed(self) -> frozenset[int]:
-        return (self._loop.ended_ranks() | self._loop.signals.left(self._context)) - {self.rank}
+        left = {rank for rank, one in self._group.members.items() if one.left}
+        return (self._loop.ended_ranks() | left) - {self.rank}
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> SimulatedAttempt:
         context = (*self._context, zlib.crc32(facts.encode()))
         self._loop.outlives(context)
-        outside = among(schedule, members, facts)
-        return SimulatedAttempt(self._loop, self._loop.submit(self.rank, outside, facts, math.inf, context))
+        return SimulatedAttempt(self._loop.submit(self.rank, among(schedule, members, facts), facts, math.inf, context))
 
     def leave(self, why: str) -> None:
         del why
-        self._closed = True
-        self._loop.signals.leave(self._context, self.rank)
+        self._closed = self.left = True
         self._loop.wish(self._loop.look_around)
 
     def close(self) -> None:
@@ -81,51 +111,71 @@ class SimulatedSignals(Signals):
             return
         self._closed = True
         if self._loop.poisoned(self._context) is None:
-            self._loop.signals.close(self._context, self.rank)
+            self.closing = True
             self._loop.wish(self._loop.look_around)
             self._loop.wait_for(Watch(self.rank, self._context, self._all_close))
-            self._raise_failed()
+            self.check()
             self._loop.sleep(self.rank, self._loop.world.link.seconds(SIGNAL_BYTES))  # the last one says so
-            while self._loop.signals.on_their_way(self._context, self.rank):
+            while any(one._sent[self.rank] for one in self._group.members.values()):
                 self._loop.sleep(self.rank, POLL_SECONDS)
         self._comm.close()
 
     def _all_close(self) -> bool:
-        others = set(range(self.size)) - self.departed
-        return all(self._loop.signals.closing(self._context, rank) for rank in others)
+        others, members = set(range(self.size)) - self.departed, self._group.members
+        return all(rank in members and members[rank].closing for rank in others)
 
     def _send(self, peers: Sequence[int], value: int) -> None:
-        self._raise_failed()
+        self.check()
         if self._closed:
             raise CollectiveError("these signals are closed")
         for peer in peers:
-            refuse_too_many_waiting(peer, self._loop.signals.waiting(self._context, self.rank, peer))
+            refuse_too_many_waiting(peer, self._waiting[peer])
         for peer in peers:
-            self._loop.signals.send(self._context, self.rank, peer, value)
+            self._put(peer, value)
+
+    def _put(self, peer: int, value: int) -> None:
+        if value not in self._sent[peer]:
+            self._sent[peer].append(value)
+            self._waiting[peer] += 1
+            self._loop.wish(partial(self._post, peer))
+
+    def _post(self, peer: int) -> None:
+        """Sends a signal, which takes the time of a message of SIGNAL_BYTES, or none to the rank itself."""
+        seconds = 0.0 if peer == self.rank else self._loop.seconds_for(SIGNAL_BYTES)
+        self._loop.after(seconds, partial(self._loop.guarded, self._context, peer, partial(self._arrive, peer)))
+
+    def _arrive(self, peer: int) -> None:
+        value, there = self._sent[peer].popleft(), self._group.members.get(peer)
+        if self._loop.is_dead(peer) or (there is not None and there.left):
+            self._waiting[peer] -= 1
+        elif there is None:
+            self._group.early[peer].append((self, value))
+        else:
+            there._hear(self, value)
+
+    def _hear_early(self) -> None:
+        for sender, value in self._group.early.pop(self.rank, []):
+            self._hear(sender, value)
+
+    def _hear(self, sender: SimulatedSignals, value: int) -> None:
+        """Takes a signal from the loop: it is dealt with at once, or waits to be polled, unless it did so before."""
+        if self._on_signal is None and (sender.rank, value) not in self._unread:
+            self._unread[sender.rank, value] = None
+            return
+        if self._on_signal is not None:
+            self._on_signal(sender.rank, value)
+            self._loop.look_at(self._watch)
+        sender._waiting[self.rank] -= 1
 
     def _take(self) -> list[tuple[int, int]]:
         if not self._closed:
             self._loop.sleep(self.rank, POLL_SECONDS)
         if not self._unread:
-            self._raise_failed()
+            self.check()
         taken, self._unread = list(self._unread), {}
         for source, _ in taken:
-            self._loop.signals.polled(self._context, source, self.rank)
+            self._group.members[source]._waiting[self.rank] -= 1
         return taken
-
-    def _arrived(self, source: int, value: int) -> bool:
-        """Takes a signal from the loop; whether it now waits to be polled, and did not before."""
-        if self._on_signal is not None:
-            self._on_signal(source, value)
-            self._loop.look_at(self._watch)
-            return False
-        new = (source, value) not in self._unread
-        self._unread[source, value] = None
-        return new
-
-    def _raise_failed(self) -> None:
-        if (poison := self._loop.poisoned(self._context)) is not None:
-            raise CollectiveError(str(poison)) from poison.__cause__
 
 
 class SimulatedAttempt(Attempt):
@@ -134,8 +184,8 @@ class SimulatedAttempt(Attempt):
     lost = None
     """None: its signals tell which ranks have departed."""
 
-    def __init__(self, loop: EventLoop, outstanding: SimulatedCall) -> None:
-        self._loop, self._outstanding = loop, outstanding
+    def __init__(self, outstanding: SimulatedCall) -> None:
+        self._outstanding = outstanding
 
     @property
     def value(self) -> Any:
@@ -146,8 +196,7 @@ class SimulatedAttempt(Attempt):
         return self._outstanding.error
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """Calls back from the loop once there is a value or an error, at once if it is over."""
-        self._loop.wish(lambda: self._outstanding.when_over(callback))
+        self._outstanding.when_over(callback)
 
     def cancel(self) -> None:
-        self._loop.wish(lambda: self._loop.leave(self._outstanding))
+        self._outstanding.leave()

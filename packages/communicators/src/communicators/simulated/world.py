@@ -9,28 +9,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
 from communicators.link import Link
-from communicators.schedule import Schedule
+from communicators.schedule import Schedule, among
 from communicators.schedules.dense import allgather, barrier
 from communicators.signals import OnSignal, Signals
 from communicators.simulated.event_loop import EventLoop
-from communicators.simulated.faults import Corrupts, Dies
-from communicators.simulated.generators import OwnGenerator
-from communicators.simulated.signals import SimulatedSignals
-from communicators.simulated.signals_in_flight import Context
-from communicators.simulated.subgroup import SimulatedSubgroup
-from communicators.simulated.waiting import SimulatedCall
+from communicators.simulated.network import Corrupts, Dies
+from communicators.simulated.ranks import OwnGenerator
+from communicators.simulated.signals import Context, SimulatedSignals
 
 T = TypeVar("T")
-
-POLL_SECONDS = 50e-6
-"""Virtual cost of one `is_completed()`."""
 
 
 class SimulatedWorld:
@@ -108,145 +102,78 @@ class SimulatedWorld:
 
 
 class SimulatedCommunicator(Communicator):
-    """One rank's view of a simulated world. Its bytes and messages are those of all communicators of the rank."""
+    """One rank's view of a simulated world, or of some of its ranks. Counts are those of all its communicators.
 
-    outlives_ranks = True
+    place: this rank in the world. context: name of the communicator in the loop. members: ranks of the world, in order,
+    where it is not all of them; inside, they count from 0. Errors name ranks of the world.
+    """
 
-    def __init__(self, loop: EventLoop, rank: int, context: Context = ()) -> None:
-        self._loop, self._context = loop, context
-        self.rank, self.size = rank, loop.world.size
+    def __init__(
+        self, loop: EventLoop, place: int, context: Context = (), members: Sequence[int] | None = None
+    ) -> None:
+        self.loop, self.context, self._place, self._members = loop, context, place, members
+        self.rank = place if members is None else members.index(place)
+        self.size = loop.world.size if members is None else len(members)
+        self.outlives_ranks = members is None
         self._duplicates: list[SimulatedCommunicator] = []
         self._made, self._closed = 0, False
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
         """Bytes that this rank sent so far."""
-        return self._loop.bytes_sent[self.rank]
+        return self.loop.bytes_sent[self._place]
 
     @property
     def messages_sent(self) -> int:  # type: ignore[override]
         """Messages that this rank sent so far."""
-        return self._loop.messages_sent[self.rank]
-
-    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """Carries a schedule to its end; the timeout counts virtual seconds."""
-        return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
+        return self.loop.messages_sent[self._place]
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
-    ) -> SimulatedWork[T]:
-        """Starts a schedule, which advances in virtual time while its rank computes or waits."""
-        del device
+    ) -> Work[T]:
         if self._closed:
             schedule.close()
             raise CollectiveError("this communicator is closed")
-        outstanding = self._loop.submit(self.rank, schedule, facts, timeout, self._context)
-        return SimulatedWork(self._loop, self.rank, outstanding)
+        if self._members is not None:
+            schedule = among(schedule, self._members, facts)
+        return self.loop.submit(self._place, schedule, facts, timeout, self.context)
 
     def duplicate(self) -> SimulatedCommunicator:
         self._duplicates = [made for made in self._duplicates if not made._closed]
         refuse_too_many(len(self._duplicates))
         facts = f"duplicate number {self._made}"
         self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout)
-        made = self.inner()
+        made = self._inner((), self._members)
         self._duplicates.append(made)
         return made
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
         """Signals of a duplicate; the loop calls `on_signal` between the turns of ranks."""
-        beside = self.duplicate()
-        return SimulatedSignals(self._loop, beside, beside._context, on_signal)
+        if self._members is not None:
+            return super().signals(on_signal)
+        return SimulatedSignals(self.duplicate(), on_signal)
 
-    def split(self, color: int) -> SimulatedSubgroup:
+    def split(self, color: int) -> SimulatedCommunicator:
         """A communicator of the ranks that give the same color, in their order, as MPI's Split. Collective."""
         schedule = allgather(torch.tensor([color]), self.rank, self.size)
         colors = [int(given) for given in self.run(schedule, facts="split", timeout=self.timeout)]
-        self._made += 1
-        context = (*self._context, self._made - 1, sorted(set(colors)).index(color))
-        whole = SimulatedCommunicator(self._loop, self.rank, context)
-        whole.timeout = self.timeout
-        return SimulatedSubgroup(whole, [rank for rank, given in enumerate(colors) if given == color])
-
-    def inner(self) -> SimulatedCommunicator:
-        """Another communicator of the same world, for a duplicate, or for a group in it that makes as many."""
-        self._made += 1
-        made = SimulatedCommunicator(self._loop, self.rank, (*self._context, self._made - 1))
-        made.timeout = self.timeout
-        return made
+        places = range(self.size) if self._members is None else self._members
+        members = [place for place, given in zip(places, colors, strict=True) if given == color]
+        return self._inner((sorted(set(colors)).index(color),), members)
 
     def close(self) -> None:
         self._closed = True
 
     def clock(self) -> float:
         """Virtual seconds since the run began."""
-        return self._loop.now
+        return self.loop.now
 
     def elapse(self, seconds: float) -> None:
         """Computes for `seconds` of virtual time, times this rank's slowdown."""
-        self._loop.sleep(self.rank, seconds * self._loop.world.slowdown[self.rank])
+        self.loop.sleep(self._place, seconds * self.loop.world.slowdown[self._place])
 
-
-class SimulatedWork(Work[T]):
-    """A started call; waiting for it, or for its futures, lets the other ranks go on."""
-
-    def __init__(self, loop: EventLoop, rank: int, outstanding: SimulatedCall) -> None:
-        self._loop, self._rank, self._outstanding = loop, rank, outstanding
-
-    @property
-    def began(self) -> float:
-        """Start of the call in virtual seconds."""
-        return self._outstanding.began
-
-    @property
-    def ended(self) -> float | None:
-        """Time of its result or error in virtual seconds; None until then."""
-        return self._outstanding.ended if self._outstanding.done else None
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._outstanding.bytes_sent
-
-    @property
-    def error(self) -> CollectiveError | None:
-        return self._outstanding.error
-
-    def when_over(self, callback: Callable[[], None]) -> None:
-        """Calls back from the loop, between the turns of ranks, once there is a result or an error."""
-        self._loop.wish(lambda: self._outstanding.when_over(callback))
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Waits for the result, and returns it; the timeout counts virtual seconds."""
-        self._loop.wait(self._rank, self._outstanding, timeout)
-        error = self._outstanding.error
-        if error is not None:
-            raise CollectiveError(str(error)) from error.__cause__
-        result: T = self._outstanding.call.value
-        return result
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once; costs POLL_SECONDS."""
-        self._loop.sleep(self._rank, POLL_SECONDS)
-        return self._outstanding.done
-
-    def get_future(self) -> torch.futures.Future[T]:
-        return _SimulatedFuture(self.wait)
-
-
-class _SimulatedFuture(torch.futures.Future[T]):
-    """Completes when somebody waits for it: in a simulated world nothing happens in between."""
-
-    def __init__(self, compute: Callable[[], T]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def wait(self) -> T:
-        if not self.done():
-            self.set_result(self._compute())
-        return super().wait()
-
-    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
-        def after() -> Any:
-            self.wait()
-            return callback(self)
-
-        return _SimulatedFuture(after)
+    def _inner(self, which: tuple[int, ...], members: Sequence[int] | None) -> SimulatedCommunicator:
+        self._made += 1
+        made = SimulatedCommunicator(self.loop, self._place, (*self.context, self._made - 1, *which), members)
+        made.timeout = self.timeout
+        return made

@@ -35,7 +35,7 @@ class Alone(Communicator):
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
-    ) -> Work[T]:
+    ) -> _Finished[T]:
         began = self.clock()
         return _Finished(self.run(schedule, facts=facts, timeout=timeout, device=device), began, self.clock())
 
@@ -45,8 +45,7 @@ class Alone(Communicator):
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
         return _ToItself(on_signal)
 
-    def clock(self) -> float:
-        return time.perf_counter()
+    clock = staticmethod(time.perf_counter)
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor:
         del facts
@@ -68,7 +67,7 @@ class _ToItself(Signals):
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         del members
-        return _Attempt(Alone().run(schedule, facts=facts, timeout=TIMEOUT_SECONDS))
+        return Alone().start(schedule, facts=facts, timeout=TIMEOUT_SECONDS)
 
     def leave(self, why: str) -> None:
         self.close()
@@ -104,52 +103,30 @@ class _ToItself(Signals):
         return taken
 
 
-class _Attempt(Attempt):
-    lost = error = None
+class _Finished(Work[T], Attempt):
+    """A call or an attempt that is over."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    lost = error = value = None
+    began = ended = 0.0
+    bytes_sent = 0
 
-    @property
-    def value(self) -> Any:
-        return self._value
+    def __init__(self, value: T, began: float, ended: float) -> None:
+        self.value, self.began, self.ended = value, began, ended
 
     def when_over(self, callback: Callable[[], None]) -> None:
         callback()
 
     def cancel(self) -> None:
-        pass
-
-
-class _Finished(Work[T]):
-    bytes_sent = 0
-
-    def __init__(self, value: T, began: float, ended: float) -> None:
-        self._value, self._began, self._ended = value, began, ended
-
-    @property
-    def began(self) -> float:
-        return self._began
-
-    @property
-    def ended(self) -> float:
-        return self._ended
-
-    @property
-    def error(self) -> None:
-        return None
-
-    def when_over(self, callback: Callable[[], None]) -> None:
-        callback()
+        """Does nothing: it is over."""
 
     def wait(self, timeout: float | None = None) -> T:
         del timeout
-        return self._value
+        return cast(T, self.value)
 
     def is_completed(self) -> bool:
         return True
 
     def get_future(self) -> torch.futures.Future[T]:
         future: torch.futures.Future[T] = torch.futures.Future()
-        future.set_result(self._value)
+        future.set_result(self.wait())
         return future

@@ -7,7 +7,8 @@ message of the user's. CUDA payloads are staged through pinned host memory.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -16,15 +17,71 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from communicators.background.abort import CONTROL_BYTES
 from communicators.background.call import Call
-from communicators.background.transport import PeerLost, Pending, Transport
+from communicators.background.control import CONTROL_BYTES
+from communicators.background.transport import (
+    SIGNAL_BYTES,
+    PeerLost,
+    Pending,
+    PendingSum,
+    SignalLine,
+    Transport,
+)
 from communicators.background.transport_communicator import TransportCommunicator
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.schedule import Payload, Received, Round
-from communicators.worlds.mpi_signals import MPISignalLine, reaching
-from communicators.worlds.staging import host_payload, to_device, to_host
+
+
+@contextmanager
+def reaching(peer: int) -> Iterator[None]:
+    """Raises PeerLost where MPI reports a dead peer: one that ends by itself first waits in MPI for all others."""
+    try:
+        yield
+    except MPI.Exception as error:
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:  # a schedule's mistake
+            raise
+        raise PeerLost(peer, error, died=True) from error
+
+
+class MPISignalLine(SignalLine):
+    """Signal line over MPI. comm: a duplicate of our own. abandon: keeps alive what MPI may still touch.
+
+    A message is sent in synchronous mode, so that none counts as sent before its receiver has matched it: what a peer
+    does not read waits here, and not without bound in its MPI.
+    """
+
+    def __init__(self, comm: MPI.Comm, abandon: Callable[..., None]) -> None:
+        self._comm, self._abandon = comm, abandon
+        self._sending: dict[int, tuple[MPI.Request, bytes]] = {}
+        self._room, self._status = bytearray(SIGNAL_BYTES), MPI.Status()
+        self._receive = comm.Recv_init([self._room, MPI.BYTE], MPI.ANY_SOURCE)
+        self._receive.Start()
+
+    def send(self, peer: int, message: bytes) -> None:
+        with reaching(peer):
+            self._sending[peer] = self._comm.Issend([message, MPI.BYTE], peer), message
+
+    def sent(self, peer: int) -> bool:
+        with reaching(peer):
+            if peer in self._sending and self._sending[peer][0].Test():
+                del self._sending[peer]
+        return peer not in self._sending
+
+    def received(self) -> list[tuple[int, bytes]]:
+        messages = []
+        while self._receive.Test(self._status):
+            messages.append((self._status.Get_source(), bytes(self._room[: self._status.Get_count(MPI.BYTE)])))
+            self._receive.Start()
+        return messages
+
+    def close(self) -> None:
+        if self._sending:  # to ranks that have departed
+            self._abandon(self._sending)
+        self._receive.Cancel()
+        self._receive.Wait()
+        self._receive.Free()
+
 
 FIRST_CALL_POLL_SECONDS = 1e-3
 CLOSE_SECONDS = 10.0
@@ -67,11 +124,12 @@ class MPITransport(Transport):
         self._abandoned: list[object] = []
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        buffers = {peer: host_payload(nbytes, device) for peer, nbytes in action.recvs.items()}
+        pinned = device.type == "cuda"
+        buffers = {peer: Payload.on_host(nbytes, pinned=pinned) for peer, nbytes in action.recvs.items()}
         receives = {
             peer: self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
         }
-        payloads = {peer: to_host(payload) for peer, payload in action.sends.items()}
+        payloads = {peer: payload.to_host() for peer, payload in action.sends.items()}
         sends = {}
         for peer, payload in payloads.items():
             call.stamp(payload)
@@ -175,7 +233,7 @@ class _PendingRound(Pending):
             nbytes = self._statuses[peer].Get_count(MPI.BYTE)
             payload = buffer if nbytes == buffer.wire_nbytes else Payload(buffer.memory[:nbytes])
             self._call.accept(peer, payload, buffer.nbytes)
-            received[peer] = to_device(payload, self._device)
+            received[peer] = payload if self._device.type == "cpu" else Payload(payload.memory.to(self._device))
         return received
 
     def missing(self) -> list[int]:
@@ -189,21 +247,16 @@ class _PendingRound(Pending):
         self._transport.abandon(self._receives, self._sends, self._buffers, self._payloads)
 
 
-class _PendingSum(Pending):
+class _PendingSum(PendingSum):
     def __init__(self, transport: MPITransport, request: MPI.Request, tensor: Tensor) -> None:
-        self._transport, self._request, self._tensor = transport, request, tensor
+        super().__init__(transport)
+        self._abandon, self._request, self._tensor = transport.abandon, request, tensor
 
     def done(self) -> bool:
         return bool(self._request.Test())
 
-    def received(self) -> Received:
-        return {}
-
-    def missing(self) -> list[int]:
-        return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
-
     def cancel(self) -> None:
-        self._transport.abandon(self._request, self._tensor)
+        self._abandon(self._request, self._tensor)
 
 
 _SUMMED = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}

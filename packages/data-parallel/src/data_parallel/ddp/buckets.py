@@ -10,12 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 
 import torch
 from communicators import Bucket
 from torch import Tensor
 
+from data_parallel.lanes import spans_of
 from data_parallel.state_dict import numbered
 
 
@@ -149,11 +149,6 @@ def _before_adding(watching: weakref.ref[Accumulated], member: int, gradient: Te
         holding.discard(member)
         bases[member] = old.detach().clone()
     doubtful.discard(member)
-
-
-def spans_of(bucket: Bucket) -> list[slice]:
-    """Span of each member in the flat tensor."""
-    return [slice(*edge) for edge in pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))]
 
 
 def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:

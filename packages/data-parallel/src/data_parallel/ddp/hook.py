@@ -16,16 +16,15 @@ import torch
 from communicators import Bucket, Communicator, Stats, Work, as_communicator
 from replicas import STATE_KEY as KEY
 from replicas import check_named_parameters, default_group
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.prediction.auto import Choice
+from sparse_collectives import Algorithm, Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
-from data_parallel.ddp.buckets import Accumulated, Buckets, spans_of, unused_spans
-from data_parallel.ddp.other_world import refuse_other_world
+from data_parallel.ddp.buckets import Accumulated, Buckets, unused_spans
 from data_parallel.ddp.saved_layout import SavedBucketLayout
 from data_parallel.hsdp.backward import at_the_end
+from data_parallel.lanes import spans_of
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, fixed
 from data_parallel.state_dict import gathered_state, is_of_several
@@ -225,7 +224,7 @@ class SparseHookState:
         dcp.save({f"hook {rank}": state}), dcp.load({f"hook {rank}": state}).
         """
         training, names, now = self._ready(), self._buckets.names, self._now
-        training.settle()
+        training.skipped += not training.exchange.commit_or_rollback()
         own = training.state((name, p) for name, p in self._parameters.items() if p.requires_grad)
         if now.saved is not None and not now.cut:
             return {KEY: {**own, "buckets": now.saved.layout}}
@@ -321,7 +320,8 @@ class SparseHookState:
         if last:
             if now.saved is not None:
                 now.cut = now.saved.release(self._buckets.names, partial(self._start, training))
-            self._refuse_left_over(training.exchange.left_over)
+            if training.exchange.left_over:
+                self._refuse_left_over(training.exchange.left_over)
             training.exchange.begin_waiting()
 
         def mean(_: torch.futures.Future[Any]) -> Tensor:
@@ -355,8 +355,12 @@ class SparseHookState:
     def _begin(self) -> Training:
         """Begins a backward at its first bucket, and a step unless gradients accumulate."""
         training, now = self._ready(), self._now
-        if self._group is None:
-            refuse_other_world(self._world, "a SparseHookState")
+        if self._group is None and (group := default_group()) is not self._world:
+            before = "no process group" if self._world is None else "another process group"
+            raise RuntimeError(
+                f"a SparseHookState found {before} as the default, and there is one of {group.size() if group else 0} "
+                "ranks now: its means would be over the wrong ranks; make it anew after init_process_group()"
+            )
         now.errors = []
         self._watch.awaited.clear()
         if not (self._accumulated.bases and self._accumulated.goes_on()):
@@ -395,7 +399,7 @@ class SparseHookState:
 
     def _refuse_left_over(self, left: Sequence[str]) -> None:
         """Raises ValueError if a backward has left residuals without a bucket, except those of frozen parameters."""
-        known = self._buckets.parameters if left else {}
+        known = self._buckets.parameters
         if lost := [name for name in left if name not in known or known[name].requires_grad]:
             raise ValueError(NOT_BROUGHT.format(names=lost))
 

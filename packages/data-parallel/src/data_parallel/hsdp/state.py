@@ -13,11 +13,12 @@ from replicas import STATE_KEY as KEY
 from replicas import broadcast_parameters, check_named_parameters, state_of_rank
 from torch import Tensor, nn
 
-from data_parallel.ddp.buckets import spans_of, unused_spans
+from data_parallel.ddp.buckets import unused_spans
 from data_parallel.hsdp.backward import Backward, refuse_after_break
 from data_parallel.hsdp.mesh import joined
 from data_parallel.hsdp.outcome import Outcome, agreed
 from data_parallel.hsdp.shards import Shard, shards_of
+from data_parallel.lanes import spans_of
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
 from data_parallel.settings import ExchangeSettings, Settings, fixed
 from data_parallel.state_dict import gathered_state

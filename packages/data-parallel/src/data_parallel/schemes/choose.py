@@ -5,13 +5,12 @@ Dense compressors are for training only, since they live by error feedback. A ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from communicators import Communicator
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, known, resolve
-from sparse_collectives.prediction.auto import Choice, choose_for_training
+from sparse_collectives import ALGORITHMS, Choice, choose, resolve
 from sparse_compress import Compressor
 from torch import Tensor
 
@@ -22,42 +21,56 @@ from data_parallel.schemes.powersgd import PowerSGD
 from data_parallel.schemes.small_tensors import DenseSmallTensors
 from data_parallel.schemes.sparse import SparseScheme
 
+if TYPE_CHECKING:
+    from data_parallel.settings import Settings
+
+logger = logging.getLogger(__name__)
 COMPRESSORS: dict[str, DenseCompressor] = {"powersgd": PowerSGD(), "dense-int8": DenseInt8()}
 
 
 def choose_scheme(
-    comm: Communicator,
-    *,
-    algorithm: str | Algorithm | DenseCompressor,
-    options: Mapping[str, Any] | None,
-    wire: str,
-    compressor: Compressor,
-    momentum: float,
-    dense_below: int = 0,
-    selects: bool = False,
-    parameters: Sequence[Tensor],
-    tentative: bool,
+    settings: Settings, comm: Communicator, *, selects: bool, parameters: Sequence[Tensor]
 ) -> tuple[Scheme, Choice | None]:
-    """Makes the scheme for settings that `check_settings` has passed; "auto" measures, so all ranks call together.
+    """Makes the scheme for a user's settings; "auto" measures, so all ranks call together.
 
-    dense_below: beside a selection, tensors of fewer elements are summed dense.
-    selects: whether "auto" must take an algorithm that selects, as with momentum.
+    selects: whether "auto" must take an algorithm that selects, as with momentum. parameters: those that it is for.
 
     Returns the scheme, and the choice of "auto" if asked.
     Raises ValueError for options that do not fit the number of ranks, and without parameters to choose for.
     """
-    choice = None
+    algorithm, options, wire, choice = settings.algorithm, settings.options, settings.wire, None
     if (own := known_compressor(algorithm)) is not None:
         return own.given(options).scheme(comm), choice
-    assert not isinstance(algorithm, DenseCompressor)
-    if isinstance(algorithm, str) and algorithm == AUTO:
-        choice = choose_for_training(parameters, comm, compressor, dense=not (momentum or selects), wire=wire)
+    if algorithm == "auto":
+        choice = _chosen(parameters, comm, settings.compressor, dense=not (settings.momentum or selects), wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
-    if not known(algorithm).selects:
+    if not resolve(algorithm).selects:
         return DenseScheme(comm, resolve(algorithm, options, size=comm.size), wire=wire), choice
-    entry = resolve(algorithm, options, size=comm.size, wire=wire)
-    sparse = SparseScheme(comm, entry, compressor, wire=wire, momentum=momentum, tentative=tentative)
-    return DenseSmallTensors(sparse, below=dense_below) if dense_below else sparse, choice
+    sparse = SparseScheme(
+        comm,
+        resolve(algorithm, options, size=comm.size, wire=wire),
+        settings.compressor,
+        wire=wire,
+        momentum=settings.momentum,
+        tentative=settings.nonfinite == "skip",
+    )
+    return DenseSmallTensors(sparse, below=settings.dense_below) if settings.dense_below else sparse, choice
+
+
+def _chosen(
+    parameters: Sequence[Tensor], comm: Communicator, compressor: Compressor, *, dense: bool, wire: str
+) -> Choice:
+    """The choice for a model's gradients, logged on rank 0. dense: whether that may be chosen."""
+    sizes = [(p.numel(), p.device) for p in parameters if p.numel()]
+    if not sizes:
+        raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
+    numel = sum(count for count, _ in sizes)
+    k, device = compressor.entries(numel), sizes[0][1]
+    choice = choose(comm, numel=numel, k=k, device=device, dense=dense, wire=wire)
+    if comm.rank == 0:
+        unexpected = not ALGORITHMS[choice.predictions[0].algorithm].selects
+        logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
+    return choice
 
 
 def known_compressor(algorithm: object) -> DenseCompressor | None:
@@ -77,17 +90,6 @@ def known_compressor(algorithm: object) -> DenseCompressor | None:
     return algorithm
 
 
-def check_compressed(
-    entry: DenseCompressor, options: Mapping[str, Any] | None, wire: str, momentum: float, optimizer: str
-) -> None:
-    """Checks a user's settings for one. Raises TypeError or ValueError; optimizer: the place where momentum belongs."""
-    entry.given(options)
-    if wire != "fp32":
-        raise ValueError(f"{entry.name} has a wire of its own, so wire={wire!r} would have no effect: leave it out")
-    if momentum:
-        raise ValueError(f"{entry.name} selects nothing, so momentum={momentum} belongs into {optimizer}")
-
-
 def _check_own(own: DenseCompressor) -> None:
     kind = type(own)
     if kind.schedule is DenseCompressor.schedule and kind.scheme is DenseCompressor.scheme:
@@ -96,5 +98,5 @@ def _check_own(own: DenseCompressor) -> None:
         raise TypeError(f"the name of {kind.__name__} is {own.name!r}, expected text")
     if not own.name:
         raise ValueError(f"{kind.__name__} has no name: give it one, name = 'mine'")
-    if own.name in ALGORITHMS or own.name in COMPRESSORS or own.name == AUTO:
+    if own.name in ALGORITHMS or own.name in COMPRESSORS or own.name == "auto":
         raise ValueError(f"the name of {kind.__name__} is {own.name!r}, which is another's: give it one of its own")

@@ -9,14 +9,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 from communicators import Bucket, Communicator, Schedule, schedules
-from sparse_collectives import DenseReduction
-from sparse_collectives.algorithm import Algorithm, settings_of
-from sparse_collectives.wire.half import dense_wire
+from sparse_collectives import DENSE_WIRES, Algorithm, DenseReduction, check_options
 from torch import Tensor
 
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, in_units
 from data_parallel.nonfinite import first_nonfinite
-from data_parallel.state_dict import refuse_residuals
 
 
 class DenseScheme(Scheme):
@@ -27,28 +24,26 @@ class DenseScheme(Scheme):
 
     def __init__(self, comm: Communicator, algorithm: Algorithm, *, wire: str = "fp32") -> None:
         super().__init__(algorithm.name, algorithm.settings, entry=algorithm, wire=wire)
-        self.comm, self.encoding = comm, dense_wire(wire)
+        self.comm = comm
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
-        """Opens a bucket's lane."""
+        """Opens a bucket's lane. TypeError for float64, which would lose most of its bits in half precision."""
+        if DENSE_WIRES[self.wire] is not None and bucket.dtype == torch.float64:
+            raise TypeError(f"wire={self.wire!r} was asked for, but gradients are float64: take wire='fp32'")
         return _DenseLane(self, bucket, saved)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for nonzero residuals, which would be lost here."""
-        refuse_residuals(state["residuals"])
 
 
 class _DenseLane(Lane):
     def __init__(self, scheme: DenseScheme, bucket: Bucket, saved: Saved) -> None:
         super().__init__(bucket, saved, tentative=False)
-        self._comm, self._encoding = scheme.comm, scheme.encoding
-        self._dtype = torch.promote_types(bucket.dtype, torch.float32)
+        self._comm, self._dtype = scheme.comm, torch.promote_types(bucket.dtype, torch.float32)
+        self._rounds_to = DENSE_WIRES[scheme.wire] if scheme.comm.size > 1 else None
         self._facts = f"dense(numel={bucket.numel}, {self._dtype}, wire={scheme.wire})"
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """The sum of scaled gradients is the scaled sum, so the scale stays."""
         gradient = flat.to(self._dtype)
-        given = self._encoding.given(gradient, self._comm.size)
+        given = gradient if self._rounds_to is None else (gradient / self._comm.size).to(self._rounds_to)
         schedule = schedules.allreduce(given, self._comm.rank, self._comm.size)
         return Sending(self._facts, schedule, flat, scale, unused, partial(first_nonfinite, gradient), summed=given)
 
@@ -58,7 +53,8 @@ class _DenseLane(Lane):
 
     def receive(self, sending: Sending, result: Tensor) -> tuple[Tensor, Tensor]:
         """The mean."""
-        mean = self._encoding.mean(result, self._comm.size, self._dtype).to(sending.flat.dtype)
+        mean = result.div_(self._comm.size) if self._rounds_to is None else result
+        mean = mean.to(self._dtype).to(sending.flat.dtype)
         return mean, mean
 
 
@@ -145,7 +141,7 @@ class DenseCompressor:
             TypeError: No dict, or a value of another type than the default.
             ValueError: An unknown name, or a value that does not fit.
         """
-        return self if options is None else replace(self, **settings_of(self.name, self.options, options))
+        return self if options is None else replace(self, **check_options(self.name, self.options, options))
 
 
 class CompressedScheme(Scheme):
@@ -201,7 +197,8 @@ class CompressedLane(Lane):
 
     def schedule(self, accumulated: Tensor) -> Schedule[Any]:
         """Rounds of the compressor, which return something with `total` and `dropped`."""
-        kept: Any = self.state_for_a_call()
+        state = self.state_for_a_call()
+        kept = {} if state is None else {"state": state}
         return self._compressor.schedule(accumulated, self._comm.rank, self._comm.size, **kept)
 
     def values(self, result: Any) -> tuple[Tensor, Tensor]:

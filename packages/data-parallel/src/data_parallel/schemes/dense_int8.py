@@ -1,6 +1,6 @@
 """The sum of dense gradients in int8: a quarter of the bytes, with rounding errors fed back into the next step.
 
-DoubleSqueeze (Tang et al., ICML 2019), block by block: `communicators.schedules.quantised_allreduce`.
+DoubleSqueeze (Tang et al., ICML 2019), block by block: `communicators.schedules`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from communicators import Schedule, schedules
-from sparse_collectives import DenseReduction
-from sparse_collectives.traffic import Traffic, bruck_sent, together
+from sparse_collectives import DenseReduction, Traffic
 from torch import Tensor
 
 from data_parallel.lanes import State
@@ -51,4 +50,4 @@ def dense_int8_sent(rank: int, size: int, numel: int) -> Traffic:
         return Traffic(0, 0, 0)
     nbytes = [schedules.quantised_nbytes(high - low) for low, high in schedules.quantised_spans(numel, size)]
     split = Traffic.of_bodies(sum(nbytes) - nbytes[rank], size - 1, 1)
-    return together(split, bruck_sent(nbytes, rank))
+    return Traffic.total(split, Traffic.allgather(nbytes, rank))

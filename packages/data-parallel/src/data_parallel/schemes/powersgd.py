@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from communicators import Bucket, Communicator, Schedule, schedules
-from sparse_collectives.algorithms.dense_sum import Dense
-from sparse_collectives.traffic import Traffic, together
+from sparse_collectives import ALGORITHMS, Traffic
 from torch import Tensor
 
 from data_parallel.lanes import Lane, Saved, Scheme, Sending, spans_of
@@ -97,8 +96,7 @@ class _PowerSGDScheme(CompressedScheme):
         if wrong := sorted({q.shape[1] for q in loaded.values()} - {self.rank}):
             raise ValueError(f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self.rank}")
         super().load_state_dict(state)
-        older = self.dense_steps if saved else 0  # a state from before there were dense steps
-        self.directions, self.stood = loaded, state.get("stood", older)
+        self.directions, self.stood = loaded, state.get("stood", 0)
 
 
 class _PowerSGDLane(CompressedLane):
@@ -107,11 +105,15 @@ class _PowerSGDLane(CompressedLane):
     def __init__(self, scheme: _PowerSGDScheme, bucket: Bucket, saved: Saved) -> None:
         super().__init__(scheme, bucket, saved)
         self._scheme, self._step, self._new = scheme, 0, dict[int, Tensor]()
-        self._low_rank = self._layout = Layout.of(bucket, scheme.rank)
-        self._dense = Layout.of(bucket, None)
+        self._columns: int | None = None
         self._starts: dict[int, Tensor] = {}
         dtype = torch.promote_types(bucket.dtype, torch.float32)
-        for member, (_, length) in self._low_rank.matrices.items():
+        self._said = {
+            r: f"powersgd(rank={r}, numel={bucket.numel}, {dtype}, elements={powersgd_elements(bucket.shapes, r)})"
+            for r in (None, scheme.rank)
+        }
+        for i in matrices_of(bucket.shapes, scheme.rank):
+            member, (_, length) = bucket.members[i], rows_and_columns(bucket.shapes[i])
             generator = torch.Generator().manual_seed(member)
             [start] = orthonormal([torch.randn(length, scheme.rank, generator=generator)])
             known = scheme.directions.get(member, start)
@@ -122,21 +124,20 @@ class _PowerSGDLane(CompressedLane):
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Sends the accumulated gradient along the last step's directions; dense in the first steps."""
-        self._step = self._scheme.stood
-        self._layout = self._dense if self._scheme.dense_steps_left else self._low_rank
+        self._step, self._columns = self._scheme.stood, None if self._scheme.dense_steps_left else self._scheme.rank
         sending = super().send(flat, scale, unused)
-        sending.facts = self._layout.facts
+        sending.facts = self._said[self._columns]
         return sending
 
     def schedule(self, accumulated: Tensor) -> Schedule[LowRank]:
         """Two sums; a direction that has become zero starts anew, without waiting for a GPU."""
-        known = {member: self._new.get(member, self._scheme.directions[member]) for member in self._layout.matrices}
-        directions = [torch.where(q.any(0), q, self._starts[member]) for member, q in known.items()]
-        return low_rank_sum(self._layout, accumulated, directions, self._comm)
+        known, starts = self._scheme.directions | self._new, {} if self._columns is None else self._starts
+        alive = [torch.where(known[member].any(0), known[member], start) for member, start in starts.items()]
+        return low_rank_sum(self.bucket, self._columns, accumulated, alive, self._comm)
 
     def receive(self, sending: Sending, result: LowRank) -> tuple[Tensor, Tensor]:
         """The mean; keeps the directions for the next step."""
-        self._new.update(zip(self._layout.matrices, orthonormal(result.q), strict=True))
+        self._new.update(zip(self._starts, orthonormal(result.q), strict=False))  # none of a dense step
         return super().receive(sending, result)
 
     def commit(self) -> None:
@@ -152,36 +153,6 @@ class _PowerSGDLane(CompressedLane):
         self._new = {}
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Layout of a bucket, decided by shapes alone.
-
-    low_rank: by member, whether it is a matrix. matrices: rows and columns, by position in the optimizer's list. spans:
-    those of dense members.
-    """
-
-    bucket: Bucket
-    low_rank: list[bool]
-    matrices: dict[int, tuple[int, int]]
-    spans: list[slice]
-    facts: str
-
-    @classmethod
-    def of(cls, bucket: Bucket, columns: int | None) -> Layout:
-        """Layout with r columns of P and Q; None: all of it is dense."""
-        low_rank = [columns is not None and is_matrix(shape, columns) for shape in bucket.shapes]
-        members = zip(bucket.members, bucket.shapes, low_rank, strict=True)
-        dtype, sizes = torch.promote_types(bucket.dtype, torch.float32), powersgd_elements(bucket.shapes, columns)
-        facts = f"powersgd(rank={columns}, numel={bucket.numel}, {dtype}, elements={sizes})"
-        matrices = {member: rows_and_columns(shape) for member, shape, found in members if found}
-        spans = [span for span, found in zip(spans_of(bucket), low_rank, strict=True) if not found]
-        return cls(bucket, low_rank, matrices, spans, facts)
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The matrices, in their tensors' shapes."""
-        return [view for view, found in zip(self.bucket.views(flat), self.low_rank, strict=True) if found]
-
-
 class LowRank(NamedTuple):
     """Result of `low_rank_sum`; q: Σ Q by matrix."""
 
@@ -191,27 +162,32 @@ class LowRank(NamedTuple):
 
 
 def low_rank_sum(
-    layout: Layout, accumulated: Tensor, directions: Sequence[Tensor], comm: Communicator
+    bucket: Bucket, columns: int | None, accumulated: Tensor, directions: Sequence[Tensor], comm: Communicator
 ) -> Schedule[LowRank]:
-    """Two sums for a whole bucket: all P and what is dense, then all Q. directions: (m, r) by matrix."""
-    views, dense = layout.views(accumulated), [accumulated[span] for span in layout.spans]
-    matrices = [view.reshape(len(view), -1) for view in views]
-    own_p = [matrix @ q for matrix, q in zip(matrices, directions, strict=True)]
-    first = yield from schedules.allreduce(_joined(accumulated[:0], *own_p, *dense), comm.rank, comm.size)
-    sums = first.split_with_sizes([each.numel() for each in (*own_p, *dense)])
+    """Two sums for a whole bucket: all P and what is dense, then all Q.
+
+    columns: r; None: all of it is dense. directions: (m, r) by matrix.
+    """
+    low_rank, spans, views = matrices_of(bucket.shapes, columns), spans_of(bucket), bucket.views(accumulated)
+    dense = [span for i, span in enumerate(spans) if i not in low_rank]
+    own_p = [_matrix(views[i]) @ q for i, q in zip(low_rank, directions, strict=True)]
+    rest = [accumulated[span] for span in dense]
+    first = yield from schedules.allreduce(_joined(accumulated[:0], *own_p, *rest), comm.rank, comm.size)
+    sums = first.split_with_sizes([each.numel() for each in (*own_p, *rest)])
     total, dropped = torch.empty_like(accumulated), torch.zeros_like(accumulated)
-    for span, found in zip(layout.spans, sums[len(own_p) :], strict=True):
+    for span, found in zip(dense, sums[len(own_p) :], strict=True):
         total[span] = found
-    if not matrices:
+    if not low_rank:
         return LowRank(total, dropped, [])
     p = orthonormal([flat.view(own.shape) for flat, own in zip(sums, own_p, strict=False)])
-    own_q = [matrix.T @ basis for matrix, basis in zip(matrices, p, strict=True)]
+    own_q = [_matrix(views[i]).T @ basis for i, basis in zip(low_rank, p, strict=True)]
     second = yield from schedules.allreduce(_joined(*own_q), comm.rank, comm.size)
     flats = second.split_with_sizes([own.numel() for own in own_q])
     q = [flat.view(own.shape) for flat, own in zip(flats, own_q, strict=True)]
-    for i, (summed, rest) in enumerate(zip(layout.views(total), layout.views(dropped), strict=True)):
-        summed.copy_(outer_sum(p[i], q[i]).view(summed.shape))
-        torch.sub(views[i], (p[i] @ own_q[i].T).view(rest.shape), out=rest)  # this rank's own, in any order of sums
+    summed, left = bucket.views(total), bucket.views(dropped)
+    for at, i in enumerate(low_rank):
+        summed[i].copy_(outer_sum(p[at], q[at]).view(views[i].shape))
+        torch.sub(views[i], (p[at] @ own_q[at].T).view(views[i].shape), out=left[i])  # this rank's: in any order
     return LowRank(total, dropped, q)
 
 
@@ -223,32 +199,30 @@ def powersgd_sent(
     columns: r; None: in a step that is summed dense.
     """
     sums = [numel for i, numel in enumerate(powersgd_elements(shapes, columns)) if i == 0 or numel]
-    return together(*(Dense().sent(rank, size, 0, numel, dtype) for numel in sums))
+    return Traffic.total(*(ALGORITHMS["dense"].sent(rank, size, 0, numel, dtype) for numel in sums))
 
 
 def powersgd_elements(shapes: Shapes, columns: int | None) -> tuple[int, int]:
     """Elements of the two sums of a bucket: Σ n·r and what is dense, Σ m·r; all of them in the first without r."""
-    first = second = 0
-    for shape in shapes:
-        if columns is not None and is_matrix(shape, columns):
-            n, m = rows_and_columns(shape)
-            first, second = first + n * columns, second + m * columns
-        else:
-            first += shape.numel()
-    return first, second
+    low_rank, r = matrices_of(shapes, columns), columns or 0
+    dense = sum(shape.numel() for i, shape in enumerate(shapes) if i not in low_rank)
+    sizes = [rows_and_columns(shapes[i]) for i in low_rank]
+    return dense + r * sum(n for n, _ in sizes), r * sum(m for _, m in sizes)
 
 
-def is_matrix(shape: torch.Size, columns: int) -> bool:
-    """Whether P and Q of it have fewer elements than it has: (n + m)·r < n·m."""
-    if len(shape) < 2 or not shape.numel():
-        return False
-    n, m = rows_and_columns(shape)
-    return (n + m) * columns < n * m
+def matrices_of(shapes: Shapes, columns: int | None) -> list[int]:
+    """Positions of the tensors whose P and Q have fewer elements than they: (n + m)·r < n·m; none without r."""
+    sizes = {i: rows_and_columns(shape) for i, shape in enumerate(shapes) if len(shape) > 1 and shape.numel()}
+    return [i for i, (n, m) in sizes.items() if columns is not None and (n + m) * columns < n * m]
 
 
 def rows_and_columns(shape: torch.Size) -> tuple[int, int]:
     """A tensor as a matrix: its first dimension by the others."""
     return shape[0], shape.numel() // shape[0]
+
+
+def _matrix(view: Tensor) -> Tensor:
+    return view.reshape(len(view), -1)
 
 
 def _joined(*tensors: Tensor) -> Tensor:

@@ -75,18 +75,22 @@ class _SmallLane(Lane):
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Takes small members out of the gradient, and selects from the others."""
-        dense, velocity = in_units(flat[self._small], scale), self._velocity
-        if self._momentum:
-            dense, velocity = self._with_momentum(dense, unused)
+        dense, velocity = self._with_momentum(in_units(flat[self._small], scale), unused)
         flat[self._small] = 0
         selected = self._selection.send(flat, scale, unused)
+
+        def suspect() -> int:
+            own = first_nonfinite(dense)
+            found = [selected.suspect(), int(self._small[own]) if own >= 0 else -1]
+            return min((element for element in found if element >= 0), default=-1)
+
         return _SendingBoth(
             f"{selected.facts} and {len(dense)} elements dense",
             self._both(selected.schedule, dense),
             flat,
             scale,
             unused,
-            lambda: self._suspect(selected, dense),
+            suspect,
             selected=selected,
             velocity=velocity,
         )
@@ -126,13 +130,10 @@ class _SmallLane(Lane):
         total = yield from schedules.allreduce(dense, self._comm.rank, self._comm.size)
         return (yield from schedule), total
 
-    def _suspect(self, selected: Sending, dense: Tensor) -> int:
-        position = first_nonfinite(dense)
-        found = [selected.suspect(), int(self._small[position]) if position >= 0 else -1]
-        return min((element for element in found if element >= 0), default=-1)
-
-    def _with_momentum(self, gradient: Tensor, unused: Sequence[slice]) -> tuple[Tensor, Tensor]:
+    def _with_momentum(self, gradient: Tensor, unused: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
         """The velocity to be sent, of what is unused nothing, and the one to be kept, where that waits."""
+        if not self._momentum:
+            return gradient, None
         before = torch.zeros_like(gradient) if self._velocity is None else self._velocity
         idle = torch.zeros_like(gradient, dtype=torch.bool)
         for span in unused:

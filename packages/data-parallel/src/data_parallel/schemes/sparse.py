@@ -6,14 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, Schedule, schedules
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.allreduce import scheduled
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.wire.wire import wire_named
-from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK
-from sparse_compress.nonfinite import all_finite
-from sparse_compress.vector import put
+from communicators import Bucket, Communicator
+from sparse_collectives import ALGORITHMS, Algorithm, Reduction, resolve
+from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK, all_finite, put
 from torch import Tensor
 
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, in_units, spans_of
@@ -23,7 +18,8 @@ from data_parallel.nonfinite import first_nonfinite
 class SparseScheme(Scheme):
     """Scheme that sends selections, with error feedback. An algorithm's own selection replaces the compressor.
 
-    If TopK's k is all of a bucket's elements, they are summed as "dense" sums them, whatever the algorithm and wire.
+    If TopK's k is all of a bucket's elements, as in a warm-up, "dense" sums them in full precision, whatever the
+    algorithm and wire: indices would double its bytes.
 
     algorithm: with its options and wire. wire: the wire's name. tentative: steps can be rolled back, at the cost of
     twice the memory.
@@ -46,7 +42,7 @@ class SparseScheme(Scheme):
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens a bucket's lane. TypeError for float64 gradients on a wire of fewer bytes."""
-        wire_named(self.wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
+        resolve(self.algorithm, wire=self.wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         return SparseLane(self, bucket, saved)
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,8 +87,8 @@ class SparseLane(Lane):
         """Selects from the accumulated gradient."""
         algorithm, comm, compressor = self._scheme.algorithm, self._scheme.comm, self._scheme.compressor
         gradient = flat if scale == 1.0 else in_units(flat, scale)
-        kept, k = self.state_for_a_call(), compressor.entries(flat.numel())
-        select = algorithm.select(gradient, comm.rank, comm.size, k, self.state) if algorithm.prescribes else None
+        state, k = self.state_for_a_call(), compressor.entries(flat.numel())
+        select = algorithm.select(gradient, comm.rank, comm.size, k, state) if algorithm.prescribes else None
         sent = self._feedback.compress(self.key, gradient, select=select, withhold=unused)
         culprit = -1
         if self._feedback.is_suspect(self.key):
@@ -101,7 +97,7 @@ class SparseLane(Lane):
         if (k, dense) != self._known:  # a compressor's density may change
             facts = algorithm.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
             self._known, self._facts = (k, dense), f"{facts} summed dense" if dense else facts
-        schedule = _summed(sent, comm.rank, comm.size) if dense else scheduled(sent, comm, k, algorithm, kept)
+        schedule = ALGORITHMS["dense"].call(sent, comm, k) if dense else algorithm.call(sent, comm, k, state)
         return Sending(self._facts, schedule, flat, scale, unused, lambda: culprit)
 
     def values(self, result: Reduction) -> tuple[Tensor, Tensor]:
@@ -141,12 +137,3 @@ class SparseLane(Lane):
         spans = [span for span in spans_of(self.bucket) if not bool(all_finite(residual[span] + taken[span]))]
         self._feedback.drop(self.key, spans)
         return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel), culprit
-
-
-def _summed(sent: SparseVector, rank: int, size: int) -> Schedule[Reduction]:
-    """Dense sum in full precision when all elements are sent, as in a warm-up: indices would double its bytes."""
-    own = torch.zeros(sent.numel, dtype=sent.dtype, device=sent.device)
-    total = yield from schedules.allreduce(put(own, sent.indices, sent.values), rank, size)
-    every = torch.arange(sent.numel, dtype=sent.indices.dtype, device=sent.device)
-    nothing = SparseVector.empty(sent.numel, sent.dtype, device=sent.device)
-    return Reduction(SparseVector(every, total, sent.numel), nothing)

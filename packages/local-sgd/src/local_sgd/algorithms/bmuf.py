@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
-from local_sgd.options import Options
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
-from local_sgd.settings import below_one, positive
+from local_sgd.rule import Part, Rule
+from local_sgd.settings import Settings, below_one, positive
+
+
+@dataclass
+class Filter(Rule):
+    """Rule of `BMUF`; NaN stands for a default."""
+
+    block_rate: float
+    momentum: float
+    nesterov: bool
+    anchors = ("anchor",)
+    momenta = ("momentum",)
+
+    def prepare(self, size: int) -> None:
+        """Sets the defaults of η, from the number of ranks, and ζ."""
+        if math.isnan(self.momentum):
+            self.momentum = min(1 - 1 / size, 0.875)
+        if math.isnan(self.block_rate):
+            self.block_rate = 1 - self.momentum
+
+    def gain(self) -> float:
+        """ζ/(1 − η); 0 without momentum."""
+        return self.block_rate / (1 - self.momentum) if self.momentum else 0.0
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """Computes z − ζ·g as the point at ζ between z and x̄, so that ζ = 1 gives x̄ bit for bit."""
+        z, d, ζ, η = part["anchor"], part["momentum"], self.block_rate, self.momentum
+        filtered = d.mul(η).add_(z - mean, alpha=ζ)
+        z.lerp_(mean, ζ).sub_(filtered if self.nesterov else d, alpha=η)
+        d.copy_(filtered)
+        return z
 
 
 class BMUF(PeriodicAveraging):
@@ -35,12 +65,8 @@ class BMUF(PeriodicAveraging):
         momentum: 0 ≤ η < 1, default 1 − 1/m, and 0.875 for more than 8 ranks.
         nesterov: Whether to use Nesterov's form; the paper has both. The other form oscillates more, and learnt badly
             here at rates that suit plain SGD.
-        **options: See `PeriodicAveraging`.
+        **settings: See `PeriodicAveraging`.
     """
-
-    anchors = ("anchor",)
-    momenta = ("momentum",)
-    settings = ("block_rate", "momentum", "nesterov")
 
     def __init__(
         self,
@@ -50,28 +76,8 @@ class BMUF(PeriodicAveraging):
         block_rate: float | None = None,
         momentum: float | None = None,
         nesterov: bool = True,
-        **options: Unpack[Options],
+        **settings: Unpack[Settings],
     ) -> None:
-        self.block_rate = math.nan if block_rate is None else positive("block_rate", block_rate)
-        self.momentum = math.nan if momentum is None else below_one("momentum", momentum)
-        self.nesterov = bool(nesterov)
-        super().__init__(optimizer, sync_every=sync_every, **options)
-
-    def check(self) -> None:
-        """Sets the defaults of η, from the number of ranks, and ζ."""
-        if math.isnan(self.momentum):
-            self.momentum = min(1 - 1 / self.comm.size, 0.875)
-        if math.isnan(self.block_rate):
-            self.block_rate = 1 - self.momentum
-
-    def gain(self) -> float:
-        """ζ/(1 − η); 0 without momentum."""
-        return self.block_rate / (1 - self.momentum) if self.momentum else 0.0
-
-    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """Computes z − ζ·g as the point at ζ between z and x̄, so that ζ = 1 gives x̄ bit for bit."""
-        z, d, ζ, η = part["anchor"], part["momentum"], self.block_rate, self.momentum
-        filtered = d.mul(η).add_(z - mean, alpha=ζ)
-        z.lerp_(mean, ζ).sub_(filtered if self.nesterov else d, alpha=η)
-        d.copy_(filtered)
-        return z
+        ζ = math.nan if block_rate is None else positive("block_rate", block_rate)
+        η = math.nan if momentum is None else below_one("momentum", momentum)
+        super().__init__(optimizer, Filter(ζ, η, bool(nesterov)), sync_every=sync_every, **settings)

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
-from local_sgd.options import Options
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
+from local_sgd.rule import Part, Rule
+from local_sgd.settings import Settings
+
+
+@dataclass
+class Decoupled(Rule):
+    """Rule of `CoCoDSGD`."""
+
+    anchors = ("launched",)
+    overlaps = True
+    mean_is_model = True
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """Adds a − y to x, and launches the result."""
+        return self.depart(part, x.add_(mean - part["launched"]))
+
+    def depart(self, part: Part, x: Tensor) -> Tensor:
+        """Keeps x as y, to be launched."""
+        return part["launched"].copy_(x)
 
 
 class CoCoDSGD(PeriodicAveraging):
@@ -25,20 +43,8 @@ class CoCoDSGD(PeriodicAveraging):
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
-        **options: See `PeriodicAveraging`; `native` has no use here and is refused.
+        **settings: See `PeriodicAveraging`; `native` has no use here and is refused.
     """
 
-    anchors = ("launched",)
-    overlaps = True
-    mean_is_model = True
-
-    def __init__(self, optimizer: Optimizer, *, sync_every: Every = 4, **options: Unpack[Options]) -> None:
-        super().__init__(optimizer, sync_every=sync_every, **options)
-
-    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """Adds a − y to x, and launches the result."""
-        return self.depart(part, x.add_(mean - part["launched"]))
-
-    def depart(self, part: Part, x: Tensor) -> Tensor:
-        """Keeps x as y, to be launched."""
-        return part["launched"].copy_(x)
+    def __init__(self, optimizer: Optimizer, *, sync_every: Every = 4, **settings: Unpack[Settings]) -> None:
+        super().__init__(optimizer, Decoupled(), sync_every=sync_every, **settings)

@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
-from local_sgd.options import Options
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
-from local_sgd.settings import number
+from local_sgd.rule import Part, Rule
+from local_sgd.settings import Settings, number
+
+
+@dataclass
+class Elastic(Rule):
+    """Rule of `EASGD`; NaN stands for the default."""
+
+    alpha: float
+    anchors = ("anchor",)
+    overlaps = True
+
+    def prepare(self, size: int) -> None:
+        """Sets α to 0.9/m by default; refuses values that do not contract."""
+        if math.isnan(self.alpha):
+            self.alpha = 0.9 / size
+        if not 0 < self.alpha < 2 / (size + 1):
+            raise ValueError(
+                f"alpha is {self.alpha}, expected 0 < alpha < 2/(m + 1) = {2 / (size + 1):.4g} for m = {size} ranks: "
+                "outside ranks and anchor swing apart; the default is 0.9/m"
+            )
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """Adds α·Σ(x − z) to z, and pulls x."""
+        z, α, m = part["anchor"], self.alpha, part.weight
+        z.add_(mean - z, alpha=α * m / (1 - α))
+        return self.depart(part, x)
+
+    def depart(self, part: Part, x: Tensor) -> Tensor:
+        """Pulls x towards z."""
+        return x.mul(1 - self.alpha).add_(part["anchor"], alpha=self.alpha)
 
 
 class EASGD(PeriodicAveraging):
@@ -30,13 +59,9 @@ class EASGD(PeriodicAveraging):
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
         alpha: α, default 0.9/m.
-        **options: See `PeriodicAveraging`. weighted=True is refused, because there is no mean to weight, and so is
+        **settings: See `PeriodicAveraging`. weighted=True is refused, because there is no mean to weight, and so is
             `native`, which has no use here.
     """
-
-    anchors = ("anchor",)
-    settings = ("alpha",)
-    overlaps = True
 
     def __init__(
         self,
@@ -44,30 +69,9 @@ class EASGD(PeriodicAveraging):
         *,
         sync_every: Every = 4,
         alpha: float | None = None,
-        **options: Unpack[Options],
+        **settings: Unpack[Settings],
     ) -> None:
-        if options.get("weighted"):
+        if settings.get("weighted"):
             raise ValueError("EASGD sums over ranks and has no mean to weight: leave out weighted=True")
-        self.alpha = math.nan if alpha is None else number("alpha", alpha)
-        super().__init__(optimizer, sync_every=sync_every, **options)
-
-    def check(self) -> None:
-        """Sets α to 0.9/m by default; refuses values that do not contract."""
-        m = self.comm.size
-        if math.isnan(self.alpha):
-            self.alpha = 0.9 / m
-        if not 0 < self.alpha < 2 / (m + 1):
-            raise ValueError(
-                f"alpha is {self.alpha}, expected 0 < alpha < 2/(m + 1) = {2 / (m + 1):.4g} for m = {m} ranks: "
-                "outside ranks and anchor swing apart; the default is 0.9/m"
-            )
-
-    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """Adds α·Σ(x − z) to z, and pulls x."""
-        z, α, m = part["anchor"], self.alpha, part.weight
-        z.add_(mean - z, alpha=α * m / (1 - α))
-        return self.depart(part, x)
-
-    def depart(self, part: Part, x: Tensor) -> Tensor:
-        """Pulls x towards z."""
-        return x.mul(1 - self.alpha).add_(part["anchor"], alpha=self.alpha)
+        rule = Elastic(math.nan if alpha is None else number("alpha", alpha))
+        super().__init__(optimizer, rule, sync_every=sync_every, **settings)

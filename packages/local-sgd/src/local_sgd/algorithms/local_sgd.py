@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
-from local_sgd.compression.choice import Compression
-from local_sgd.compression.sparsifier import Allreduce, Compress
+from local_sgd.compression import Allreduce, Compress, Compression
+from local_sgd.driver import Boundaries
 from local_sgd.levels import Levels, two_levels
-from local_sgd.options import Options
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
+from local_sgd.rule import Part, Rule
+from local_sgd.settings import Settings
+
+
+@dataclass
+class Mean(Rule):
+    """Rule of `LocalSGD`, with an anchor where changes are compressed."""
+
+    mean_is_model = True
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """Takes the mean for x and for any anchor."""
+        for name in self.anchors:
+            part[name].copy_(mean)
+        return mean
 
 
 class LocalSGD(PeriodicAveraging):
@@ -33,10 +47,8 @@ class LocalSGD(PeriodicAveraging):
         compress: Exchanges the change since the last boundary in fewer bytes, and adds the residual to the next change:
             see `Compression`. It keeps z, and as much again for the residual.
         allreduce: Sums compressed changes over ranks: see `Compression`.
-        **options: See `PeriodicAveraging`.
+        **settings: See `PeriodicAveraging`.
     """
-
-    mean_is_model = True
 
     def __init__(
         self,
@@ -45,16 +57,11 @@ class LocalSGD(PeriodicAveraging):
         sync_every: Every | Levels = 4,
         compress: Compress = None,
         allreduce: Allreduce | None = None,
-        **options: Unpack[Options],
+        **settings: Unpack[Settings],
     ) -> None:
-        self.compression = Compression(compress, allreduce)
-        self.inner, every = two_levels(sync_every, options)
-        if self.compression:
-            self.anchors = ("agreed",)
-        super().__init__(optimizer, sync_every=every, **options)
-
-    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """Takes the mean for x and for any anchor."""
-        for name in self.anchors:
-            part[name].copy_(mean)
-        return mean
+        compression, rule = Compression(compress, allreduce), Mean()
+        inner, every = two_levels(sync_every, settings)
+        if compression:
+            rule.anchors = ("agreed",)
+        driver = Boundaries(compression, inner)
+        super().__init__(optimizer, rule, sync_every=every, driver=driver, **settings)

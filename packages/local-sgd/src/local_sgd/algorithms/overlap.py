@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
-from local_sgd.options import Options
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
-from local_sgd.settings import below_one
+from local_sgd.rule import Part, Rule
+from local_sgd.settings import Settings, below_one
+
+
+@dataclass
+class Pull(Rule):
+    """Rule of `OverlapLocalSGD`."""
+
+    alpha: float
+    beta: float
+    anchors = ("anchor",)
+    momenta = ("momentum",)
+    overlaps = True
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """Moves z by v, and pulls x towards it."""
+        z, v = part["anchor"], part["momentum"]
+        v.mul_(self.beta).add_(mean - z)
+        z.add_(v)
+        return self.depart(part, x)
+
+    def depart(self, part: Part, x: Tensor) -> Tensor:
+        """Pulls x towards z."""
+        return x.mul(1 - self.alpha).add_(part["anchor"], alpha=self.alpha)
 
 
 class OverlapLocalSGD(PeriodicAveraging):
@@ -31,13 +53,8 @@ class OverlapLocalSGD(PeriodicAveraging):
         sync_every: τ, see `PeriodicAveraging`.
         alpha: 0 ≤ α < 1; 0 is independent SGD.
         beta: 0 ≤ β < 1.
-        **options: See `PeriodicAveraging`; `native` has no use here and is refused.
+        **settings: See `PeriodicAveraging`; `native` has no use here and is refused.
     """
-
-    anchors = ("anchor",)
-    momenta = ("momentum",)
-    settings = ("alpha", "beta")
-    overlaps = True
 
     def __init__(
         self,
@@ -46,18 +63,7 @@ class OverlapLocalSGD(PeriodicAveraging):
         sync_every: Every = 2,
         alpha: float = 0.6,
         beta: float = 0.7,
-        **options: Unpack[Options],
+        **settings: Unpack[Settings],
     ) -> None:
-        self.alpha, self.beta = below_one("alpha", alpha), below_one("beta", beta)
-        super().__init__(optimizer, sync_every=sync_every, **options)
-
-    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """Moves z by v, and pulls x towards it."""
-        z, v = part["anchor"], part["momentum"]
-        v.mul_(self.beta).add_(mean - z)
-        z.add_(v)
-        return self.depart(part, x)
-
-    def depart(self, part: Part, x: Tensor) -> Tensor:
-        """Pulls x towards z."""
-        return x.mul(1 - self.alpha).add_(part["anchor"], alpha=self.alpha)
+        rule = Pull(below_one("alpha", alpha), below_one("beta", beta))
+        super().__init__(optimizer, rule, sync_every=sync_every, **settings)

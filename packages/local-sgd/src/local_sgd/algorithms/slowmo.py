@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
-from local_sgd.options import Options
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
-from local_sgd.settings import below_one, positive
+from local_sgd.rule import Part, Rule
+from local_sgd.settings import Settings, below_one, positive
+
+
+@dataclass
+class SlowMomentum(Rule):
+    """Rule of `SlowMo`."""
+
+    alpha: float
+    beta: float
+    anchors = ("anchor",)
+    momenta = ("momentum",)
+    needs_rate = True
+
+    def gain(self) -> float:
+        """α/(1 − β); 0 without momentum."""
+        return self.alpha / (1 - self.beta) if self.beta else 0.0
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """Updates v, and moves z by α·v."""
+        z, v, γ, last = part["anchor"], part["momentum"], part.rate, part.last_rate
+        v.mul_(self.beta * (γ / last if last else 0.0)).add_(z - mean)
+        return z.sub_(v, alpha=self.alpha)
 
 
 class SlowMo(PeriodicAveraging):
@@ -32,13 +53,8 @@ class SlowMo(PeriodicAveraging):
         sync_every: τ, see `PeriodicAveraging`.
         alpha: The slow rate α > 0, default 1 − β.
         beta: 0 ≤ β < 1; the paper's lie between 0.4 and 0.8.
-        **options: See `PeriodicAveraging`.
+        **settings: See `PeriodicAveraging`.
     """
-
-    anchors = ("anchor",)
-    momenta = ("momentum",)
-    settings = ("alpha", "beta")
-    needs_rate = True
 
     def __init__(
         self,
@@ -47,18 +63,8 @@ class SlowMo(PeriodicAveraging):
         sync_every: Every = 4,
         alpha: float | None = None,
         beta: float = 0.4,
-        **options: Unpack[Options],
+        **settings: Unpack[Settings],
     ) -> None:
-        self.beta = below_one("beta", beta)
-        self.alpha = 1 - self.beta if alpha is None else positive("alpha", alpha)
-        super().__init__(optimizer, sync_every=sync_every, **options)
-
-    def gain(self) -> float:
-        """α/(1 − β); 0 without momentum."""
-        return self.alpha / (1 - self.beta) if self.beta else 0.0
-
-    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """Updates v, and moves z by α·v."""
-        z, v, γ, last = part["anchor"], part["momentum"], part.rate, part.last_rate
-        v.mul_(self.beta * (γ / last if last else 0.0)).add_(z - mean)
-        return z.sub_(v, alpha=self.alpha)
+        beta = below_one("beta", beta)
+        rule = SlowMomentum(1 - beta if alpha is None else positive("alpha", alpha), beta)
+        super().__init__(optimizer, rule, sync_every=sync_every, **settings)

@@ -1,4 +1,4 @@
-"""Headers and signals that ranks tell each other, and actions that the protocol asks of its engine."""
+"""Headers and signals that ranks tell each other, and actions that the protocol asks for."""
 
 from __future__ import annotations
 

@@ -177,9 +177,7 @@ def _how(situation: Situation, taken: Prediction) -> list[str]:
     if situation.sends_updates:
         made = {"sgd": "SGD(..., momentum=0.9)", "adam": f"Adam({BETAS})", "adamw": f"AdamW({BETAS})"}
         inner = f"torch.optim.{made[situation.optimizer]}, model.named_parameters()"
-        how = (
-            f'Without DDP: optimizer = DistributedOptimizer({inner}, {setting}, sends="updates", dense_below={TINY}), '
-        )
+        how = f"Without DDP: optimizer = UpdateOptimizer({inner}, {setting}, dense_below={TINY}), "
         how += "and forward and backward in `with optimizer.ahead():`."
     else:
         how = (

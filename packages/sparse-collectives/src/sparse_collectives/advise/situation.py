@@ -30,7 +30,7 @@ from sparse_collectives.prediction.cost import (
     step_seconds,
     with_whole,
 )
-from sparse_collectives.wire.wire import WIRES
+from sparse_collectives.wire import WIRES
 
 
 class Step(NamedTuple):

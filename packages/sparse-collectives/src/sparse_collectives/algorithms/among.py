@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from communicators import Elapse, Received, Round, Schedule
 
-from sparse_collectives.wire.invalid import InvalidMessageError
+from sparse_collectives.wire import InvalidMessageError
 
 T = TypeVar("T")
 

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from communicators import Payload, Round, Schedule, schedules
-from sparse_compress import SparseVector, add
+from sparse_compress import SparseVector, add, vectors
 
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.wire.entries import join_in_order, take
-from sparse_collectives.wire.invalid import given_by
-from sparse_collectives.wire.wire import PLAIN, Wire, joined
+from sparse_collectives.wire import RAW, Wire, blame_rank, join_in_order, joined
 
 
 def gather_evenly(
-    mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire = PLAIN
+    mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire = RAW
 ) -> Schedule[Reduction]:
     """The entries of all ranks, whose indices increase from rank to rank; dropped: what the wire has rounded off here.
 
@@ -37,12 +35,12 @@ def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, w
     runs, span = shifts(counts, rank), (0, mine.numel)
     sources = {other: shifts(counts, other).get(rank) for other in range(size) if other != rank}
     coming = {other: run.stop - run.start for other, run in sources.items() if run is not None}
-    sends = {to: Payload.of(wire.block(take(mine, [run]), span)) for to, run in runs.items() if to != rank}
+    sends = {to: Payload.of(wire.block(vectors.take(mine, [run]), span)) for to, run in runs.items() if to != rank}
     recvs = {other: wire.block_nbytes(n, mine.numel, mine.dtype) for other, n in coming.items()}
     received = (yield Round(sends, recvs)) if sends or recvs else {}
-    parts = {rank: take(mine, [runs.get(rank, slice(0, 0))])}
+    parts = {rank: vectors.take(mine, [runs.get(rank, slice(0, 0))])}
     for other, payload in received.items():
-        with given_by(other):
+        with blame_rank(other):
             parts[other] = wire.entries(payload.body, span, mine, coming[other])
     return join_in_order([(other, parts[other]) for other in sorted(parts)])
 

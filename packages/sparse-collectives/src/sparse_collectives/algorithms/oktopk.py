@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 from communicators import Payload, Round, Schedule, schedules
-from sparse_compress import SparseVector, add_all
-from sparse_compress.entries import larger, without
-from sparse_compress.magnitude import magnitude_keys
-from sparse_compress.nonfinite import all_finite
-from sparse_compress.selection import Largest, Reaching, Selection
-from sparse_compress.vector_format import WIRE_DTYPES
+from sparse_compress import (
+    Largest,
+    Reaching,
+    Selection,
+    SparseVector,
+    add_all,
+    all_finite,
+    magnitude_keys,
+    union_of,
+    vectors,
+)
 from torch import Tensor
 
 from sparse_collectives.algorithm import Algorithm, Array
@@ -24,10 +29,8 @@ from sparse_collectives.algorithms.oktopk_traffic import SPAN, oktopk_traffic
 from sparse_collectives.algorithms.reference import cut, sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State, check_values, is_count
-from sparse_collectives.traffic import Traffic, together
-from sparse_collectives.wire.entries import split, union_of
-from sparse_collectives.wire.invalid import InvalidMessageError, given_by
-from sparse_collectives.wire.wire import Wire
+from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import InvalidMessageError, Wire, blame_rank
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class OkTopk(Algorithm):
         state, wire = self.initial_state() if state is None else state, self.wire
         of = _of(sparse.numel, sparse.dtype, size, k)
         known = dict(state) if state["of"] == of else self.initial_state()
-        own, dropped = wire.rounded(larger(sparse, 0))
+        own, dropped = wire.rounded(vectors.larger(sparse, 0))
         if known["step"] % self.boundaries_every == 0:
             known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
         region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, wire)
@@ -99,12 +102,12 @@ class OkTopk(Algorithm):
         total = gathered.total
         if bool(all_finite(total.values)):  # alike on all ranks; a threshold that is NaN would hide all that follows
             state.update(known, step=known["step"] + 1, of=of)
-        return Reduction(total, add_all([without(own, total), dropped, gathered.dropped]))
+        return Reduction(total, add_all([vectors.without(own, total), dropped, gathered.dropped]))
 
     def select(self, like: Tensor, rank: int, size: int, k: int, state: State | None) -> Selection:
         """The entries that reach the local threshold, at most k; the k largest where it is to be estimated."""
         numel = like.numel()
-        known = state is not None and state["of"] == _of(numel, WIRE_DTYPES[like.dtype], size, k)
+        known = state is not None and state["of"] == _of(numel, torch.promote_types(like.dtype, torch.float32), size, k)
         if state is None or not known or not state["step"] % self.thresholds_every or k >= numel or not state["local"]:
             return Largest(k)
         return Reaching(state["local"], k)
@@ -147,10 +150,10 @@ class OkTopk(Algorithm):
         even, none = [-(-k // size)] * size, [0] * size
         least: dict[str, Any] = {"given": none, "spans": none, "kept": even, "edges": edges}
         first = oktopk_traffic(rank, k, dtype, boundaries=True, wire=wire, **least)
-        between = (size - 1).bit_length() * size * sample_count(k) * WIRE_DTYPES[dtype].itemsize
+        between = (size - 1).bit_length() * size * sample_count(k) * torch.promote_types(dtype, torch.float32).itemsize
         moved = wire.block_nbytes(k, numel, dtype) + wire.block_nbytes(k, (size - 1) * numel, dtype)
         nbytes = moved + between + (3 * size + 1) * wire.overhead
-        return together(first, Traffic.of_bodies(nbytes, size - 1, 1))
+        return Traffic.total(first, Traffic.of_bodies(nbytes, size - 1, 1))
 
     def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """A call between two agreements on regions, where these are balanced.
@@ -198,14 +201,14 @@ def _split_and_reduce(
 ) -> Schedule[SparseVector]:
     """The sum of this rank's region over all ranks."""
     regions = list(pairwise(boundaries))
-    parts, length = split(own, regions), boundaries[rank + 1] - boundaries[rank]
+    parts, length = vectors.split(own, regions), boundaries[rank + 1] - boundaries[rank]
     given = {rank: parts[rank]}
     capacity = wire.block_nbytes(min(k, length), length, own.dtype) + wire.overhead
     for distance in range(1, size):  # so that no two ranks send to the same one at a time
         to, source = (rank + distance) % size, (rank - distance) % size
         payload = Payload.of(wire.block(parts[to], regions[to]))
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
-        with given_by(source):
+        with blame_rank(source):
             given[source] = wire.entries(received[source].body, regions[rank], own)
     return union_of([given[source] for source in range(size)])
 
@@ -221,7 +224,9 @@ def _global_largest(
     kth, above, equal = yield from kth_largest(keys, threshold, k, rank, size, most=min(k * size, region.numel))
     before = accumulate(equal, initial=sum(above))
     allowed = [min(max(k - earlier, 0), ties) for earlier, ties in zip(before, equal, strict=False)]
-    kept = larger(region, max(kth, threshold - 1), allowed[rank])  # ties to the lowest index: regions are in rank order
+    kept = vectors.larger(
+        region, max(kth, threshold - 1), allowed[rank]
+    )  # ties to the lowest index: regions are in rank order
     return kept, [n + ties for n, ties in zip(above, allowed, strict=True)], max(kth, 0)
 
 

@@ -10,8 +10,8 @@ from communicators import schedules
 
 from sparse_collectives.algorithms.even_out import even_counts, is_uneven, shifts
 from sparse_collectives.algorithms.kth_largest import kth_largest_sent
-from sparse_collectives.traffic import Traffic, bruck_sent, sum_sent, together
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import RAW, Wire
 
 SPAN = 1.5  # measured in training with random gradients, P = 2 … 16: 1.2 to 1.5
 
@@ -26,7 +26,7 @@ def oktopk_traffic(
     kept: Sequence[int],
     edges: Sequence[int],
     boundaries: bool,
-    wire: Wire = PLAIN,
+    wire: Wire = RAW,
 ) -> Traffic:
     """Traffic of a rank in a call with k ≤ n.
 
@@ -43,8 +43,8 @@ def oktopk_traffic(
         _gather(rank, dtype, kept, edges[-1], wire),
     ]
     if boundaries:
-        parts.append(sum_sent(rank, size, 16 * schedules.largest_power_of_two(size)))
-    return together(*parts)
+        parts.append(Traffic.allreduce(16 * schedules.largest_power_of_two(size), rank, size))
+    return Traffic.total(*parts)
 
 
 def _gather(rank: int, dtype: torch.dtype, counts: Sequence[int], numel: int, wire: Wire) -> Traffic:
@@ -56,4 +56,5 @@ def _gather(rank: int, dtype: torch.dtype, counts: Sequence[int], numel: int, wi
         nbytes = sum(wire.block_nbytes(entries, numel, dtype) for entries in gives)
         moved = Traffic.of_bodies(nbytes, len(gives), int(takes or bool(gives)))
         counts = even_counts(sum(counts), len(counts))
-    return together(moved, bruck_sent([wire.block_nbytes(entries, numel, dtype) for entries in counts], rank))
+    gathered = Traffic.allgather([wire.block_nbytes(entries, numel, dtype) for entries in counts], rank)
+    return Traffic.total(moved, gathered)

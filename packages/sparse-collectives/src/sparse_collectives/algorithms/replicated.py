@@ -6,8 +6,7 @@ from communicators import Payload
 from sparse_compress import SparseVector, add_all, merge, share
 
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.wire.invalid import given_by
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.wire import RAW, Wire, blame_rank
 
 
 class ReplicatedVector:
@@ -23,9 +22,9 @@ class ReplicatedVector:
 
     def message(self, *, member: int = 0, of: int = 1) -> Payload:
         """Message whose body has `nbytes` bytes, with the vector; all holders continue with its rounded values."""
-        if self._wire is not PLAIN:
+        if self._wire is not RAW:
             self.vector, rest = self._wire.rounded(self.vector)
-            self._drop(rest, member, of)
+            self._dropped.append(share(rest, member=member, of=of))
         return self._wire.message(self.vector)
 
     def merge(self, message: Payload, giver: int, *, member: int = 0, of: int = 1, after: bool = False) -> None:
@@ -35,7 +34,8 @@ class ReplicatedVector:
         """
         theirs = self._unpacked(message, giver)
         self.vector, cut = merge(theirs, self.vector, self._k) if after else merge(self.vector, theirs, self._k)
-        self._drop(cut, member, of)
+        if len(cut):
+            self._dropped.append(share(cut, member=member, of=of))
 
     def replace(self, message: Payload, giver: int) -> None:
         """Replaces this copy by another rank's vector."""
@@ -47,10 +47,6 @@ class ReplicatedVector:
         nothing = [] if self._dropped else [SparseVector.empty(like.numel, like.dtype, device=like.device)]
         return Reduction(like, add_all(self._dropped or nothing))
 
-    def _drop(self, what: SparseVector, member: int, of: int) -> None:
-        if len(what):
-            self._dropped.append(share(what, member=member, of=of))
-
     def _unpacked(self, message: Payload, giver: int) -> SparseVector:
-        with given_by(giver):
+        with blame_rank(giver):
             return self._wire.vector(message, len(self.vector), self.vector)

@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 from communicators import Payload, Round, Schedule, schedules
-from sparse_compress import SparseVector
-from sparse_compress.nonfinite import all_finite
-from sparse_compress.selection import LargestOfBlocks, Selection
+from sparse_compress import LargestOfBlocks, Selection, SparseVector, all_finite
 from torch import Tensor
 
 from sparse_collectives.algorithm import Algorithm, Array
 from sparse_collectives.algorithms.among import among
-from sparse_collectives.algorithms.budgets import block_budgets
 from sparse_collectives.algorithms.gtopk import GTopK
-from sparse_collectives.algorithms.spardl_blocks import Blocks
+from sparse_collectives.algorithms.spardl_blocks import Blocks, block_budgets
 from sparse_collectives.algorithms.spardl_reference import spardl_reference
 from sparse_collectives.algorithms.spardl_teams import (
     SAG,
@@ -29,8 +26,8 @@ from sparse_collectives.algorithms.spardl_teams import (
 )
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State, check_values, is_count
-from sparse_collectives.traffic import Traffic, bruck_sent, together
-from sparse_collectives.wire.wire import joined
+from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import joined
 
 LEAST = 1
 """B-SAG's h from an earlier call, where it only bounds from below: ⌈B/d⌉ entries are sent then."""
@@ -145,14 +142,14 @@ class SparDL(Algorithm):
         low, high = bounds[position]
         budgets = block_budgets(k, numel, ranks, state["step"])
         sizes = [wire.block_nbytes(b, last - first, dtype) for b, (first, last) in zip(budgets, bounds, strict=True)]
-        gather = bruck_sent(sizes, position)
+        gather = Traffic.allgather(sizes, position)
         given = [wire.block_nbytes(entries, numel, dtype) for entries in _given(budgets, position)]
         scatter = Traffic.of_bodies(sum(given), len(given), len(given))
         if self.teams == 1:
-            return together(scatter, gather)
+            return Traffic.total(scatter, gather)
         before = state["entries"] if state["of"] == [k, size, self.teams] else None
         between = combine_sent(team, self.teams, self.sag, budgets[position], high - low, dtype, before, wire)
-        return together(scatter, between, gather)
+        return Traffic.total(scatter, between, gather)
 
     def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """A call where the teams select unlike entries, so that B-SAG's h has come down to ⌈B/d⌉."""

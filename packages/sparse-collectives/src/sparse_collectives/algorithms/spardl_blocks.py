@@ -8,14 +8,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 from communicators import schedules
-from sparse_compress import SparseVector, add_all, share
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import SparseVector, add_all, all_finite, cut_to_budgets, merge_to_budgets, share, vectors
 from torch import Tensor
 
-from sparse_collectives.algorithms.budgets import block_budgets, cut_to_budgets, merge_to_budgets
-from sparse_collectives.wire.entries import take
-from sparse_collectives.wire.invalid import given_by
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.wire import RAW, Wire, blame_rank
 
 
 class Blocks:
@@ -26,7 +22,7 @@ class Blocks:
     A NaN or inf in a block without a budget is said in another one, so that the total shows it.
     """
 
-    def __init__(self, sparse: SparseVector, blocks: int, k: int, step: int, wire: Wire = PLAIN) -> None:
+    def __init__(self, sparse: SparseVector, blocks: int, k: int, step: int, wire: Wire = RAW) -> None:
         self.wire, self.everywhere = wire, (0, sparse.numel)
         self.bounds = schedules.block_bounds(sparse.numel, blocks)
         self.budgets = block_budgets(k, sparse.numel, blocks, step)
@@ -43,9 +39,9 @@ class Blocks:
         for b in self.held:
             ends.append(ends[-1] + self.budgets[b])
         runs = {b: slice(*run) for b, run in zip(self.held, pairwise(ends), strict=True)}
-        given = take(self.kept, [runs[b] for b in self.held if b in members])
+        given = vectors.take(self.kept, [runs[b] for b in self.held if b in members])
         self.held = [b for b in self.held if b not in members]
-        self.kept = take(self.kept, [runs[b] for b in self.held])
+        self.kept = vectors.take(self.kept, [runs[b] for b in self.held])
         given, rest = self.wire.rounded(given)
         self.cuts.append(rest)
         return self.wire.block(given, self.everywhere)
@@ -55,7 +51,7 @@ class Blocks:
 
         InvalidMessageError where it is not that; on a GPU it is trusted to be.
         """
-        with given_by(source):
+        with blame_rank(source):
             theirs = self.wire.entries(body, self.everywhere, self.kept, self._entries(members))
             self._check(theirs, members)
         bounds, budgets = zip(*((self.bounds[b], self.budgets[b]) for b in self.held), strict=True)
@@ -88,3 +84,16 @@ class Blocks:
 
     def _entries(self, members: Sequence[int]) -> int:
         return sum(self.budgets[b] for b in members)
+
+
+def block_budgets(k: int, numel: int, blocks: int, step: int) -> list[int]:
+    """Entries that each block may have: ⌊(b + 1 + o)k/T⌋ − ⌊(b + o)k/T⌋, at most its length; at most k in all.
+
+    T: blocks that have elements, numbered b. o: 0 where k ≥ T, else the step number, so that every block gets its turn.
+    """
+    k, budgets = min(k, numel), [0] * blocks
+    filled = [(b, high - low) for b, (low, high) in enumerate(schedules.block_bounds(numel, blocks)) if high > low]
+    o = 0 if k >= len(filled) else step
+    for j, (b, length) in enumerate(filled):
+        budgets[b] = min((j + 1 + o) * k // len(filled) - (j + o) * k // len(filled), length)
+    return budgets

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 from communicators import Schedule, schedules
-from sparse_compress import SparseVector, add_all, merge, share
+from sparse_compress import SparseVector, add_all, merge, share, vectors
 
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.spardl_blocks import Blocks
-from sparse_collectives.traffic import Traffic, bruck_sent
-from sparse_collectives.wire.entries import assemble
-from sparse_collectives.wire.invalid import given_by
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import RAW, Wire, blame_rank
 
 SAG = ("auto", "r-sag", "b-sag")
 
@@ -40,14 +38,14 @@ def combine_teams(
     before: B-SAG's h, as the last call left it. Returns the next one, None for R-SAG.
     """
     (low, high), budget, entries = blocks.bounds[b], blocks.budgets[b], None
-    block = assemble(blocks.kept.indices - low, blocks.kept.values, high - low)
+    block = vectors.of_entries(blocks.kept.indices - low, blocks.kept.values, high - low)
     if is_recursive(teams, sag):
         reduction = yield from GTopK(wire=blocks.wire).schedule(block, team, teams, budget)
         total, dropped = reduction.total, reduction.dropped
     else:
         h = sent_entries(before, budget, teams)
         total, dropped, entries = yield from b_sag(block, team, teams, budget, h, blocks.wire)
-    blocks.kept, dropped = (assemble(v.indices + low, v.values, blocks.kept.numel) for v in (total, dropped))
+    blocks.kept, dropped = (vectors.of_entries(v.indices + low, v.values, blocks.kept.numel) for v in (total, dropped))
     blocks.cuts.append(dropped)
     return entries
 
@@ -58,7 +56,7 @@ def b_sag(
     teams: int,
     budget: int,
     h: int,
-    wire: Wire = PLAIN,
+    wire: Wire = RAW,
 ) -> Schedule[tuple[SparseVector, SparseVector, int]]:
     """The block's h largest entries of every team, gathered, added (`add_all`), and cut once; any number of teams.
 
@@ -70,12 +68,12 @@ def b_sag(
     given, rest = wire.rounded(given)
     span, nbytes = (0, block.numel), [wire.block_nbytes(h, block.numel, block.dtype)] * teams
     bodies = yield from schedules.allgather_blocks(wire.block(given, span), nbytes, team, teams)
-    vectors = []
+    given_by_teams = []
     for source, body in enumerate(bodies):
-        with given_by(source):
-            vectors.append(wire.entries(body, span, block, h))
-    total, cut = merge(add_all(vectors), _nothing(block), budget)
-    union = len(torch.unique(torch.cat([vector.indices for vector in vectors])))  # on a GPU this reads back
+        with blame_rank(source):
+            given_by_teams.append(wire.entries(body, span, block, h))
+    total, cut = merge(add_all(given_by_teams), _nothing(block), budget)
+    union = len(torch.unique(torch.cat([vector.indices for vector in given_by_teams])))  # on a GPU this reads back
     entries = min(budget, max(-(-budget // teams), h * budget // max(union, 1)))
     return total, add_all([dropped, rest, share(cut, member=team, of=teams)]), entries
 
@@ -93,12 +91,12 @@ def combine_sent(
     length: int,
     dtype: torch.dtype,
     before: int | None,
-    wire: Wire = PLAIN,
+    wire: Wire = RAW,
 ) -> Traffic:
     """R-SAG: log d messages of B entries, with headers. B-SAG: (d − 1)·h entries in ⌈log d⌉ messages with a slot."""
     if is_recursive(teams, sag):
         return GTopK(wire=wire).sent(team, teams, budget, length, dtype)
-    return bruck_sent([wire.block_nbytes(sent_entries(before, budget, teams), length, dtype)] * teams, team)
+    return Traffic.allgather([wire.block_nbytes(sent_entries(before, budget, teams), length, dtype)] * teams, team)
 
 
 def _nothing(block: SparseVector) -> SparseVector:

@@ -16,7 +16,7 @@ from sparse_collectives.algorithms.oktopk import OkTopk
 from sparse_collectives.algorithms.spardl import SparDL
 from sparse_collectives.algorithms.topk_allgather import TopKAllgather
 from sparse_collectives.algorithms.topk_dsa import TopKDSA
-from sparse_collectives.wire.wire import PLAIN, wire_named
+from sparse_collectives.wire import RAW, wire_named
 
 ALGORITHMS: dict[str, Algorithm] = {
     "dense": Dense(),
@@ -32,12 +32,52 @@ AUTO = "auto"
 """No algorithm: takes one of them."""
 
 
-def known(algorithm: object) -> Algorithm:
-    """The algorithm of that name, or your own.
+def resolve(
+    algorithm: str | Algorithm,
+    options: Mapping[str, Any] | None = None,
+    *,
+    size: int | None = None,
+    wire: str = "fp32",
+    dtype: torch.dtype = torch.float32,
+) -> Algorithm:
+    """The algorithm of that name, or your own, with its options and wire.
 
-    Raises ValueError that lists the known names, and for one's own whose name stands for another; TypeError for what is
-    neither.
+    Args:
+        algorithm: A name in `ALGORITHMS`, or an `Algorithm`.
+        options: The algorithm's own settings; by default as they are.
+        size: Number of ranks that the options must fit; None where it is not known yet.
+        wire: A name in `WIRES`.
+        dtype: Of the values.
+
+    Raises:
+        ValueError: An unknown name, option or wire, or values that do not fit; lists the known ones.
+        TypeError: No algorithm, or an option of another type than its default.
     """
+    entry = _known(algorithm)
+    if options is None and isinstance(wire, str):
+        return _usual(entry, size, wire, dtype)
+    return _resolved(entry.given(options), size, wire, dtype)
+
+
+def _resolved(entry: Algorithm, size: int | None, wire: str, dtype: torch.dtype) -> Algorithm:
+    encoding = wire_named(wire, dtype=dtype)
+    if size is not None:
+        entry.check(size)
+    if encoding is RAW:
+        return entry
+    if not entry.takes_wire:
+        raise ValueError(f"{entry.name} sends values as they are, so wire has no effect: leave wire at 'fp32'")
+    return entry if size == 1 else replace(entry, wire=encoding)  # alone, nothing travels and nothing is rounded
+
+
+@lru_cache(maxsize=64)
+def _usual(entry: Algorithm, size: int | None, wire: str, dtype: torch.dtype) -> Algorithm:
+    """Cached algorithm without options: most calls are like the one before."""
+    return _resolved(entry, size, wire, dtype)
+
+
+def _known(algorithm: str | Algorithm) -> Algorithm:
+    """The algorithm of that name, or the user's own, which must not have a name that stands for another."""
     names = ", ".join([*ALGORITHMS, AUTO])
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:
@@ -50,46 +90,6 @@ def known(algorithm: object) -> Algorithm:
     if type(algorithm) not in map(type, ALGORITHMS.values()):
         _check_own(algorithm)
     return algorithm
-
-
-def resolve(
-    algorithm: str | Algorithm,
-    options: Mapping[str, Any] | None = None,
-    *,
-    size: int,
-    wire: str = "fp32",
-    dtype: torch.dtype = torch.float32,
-) -> Algorithm:
-    """The algorithm with its options and wire, for `size` ranks and values of that dtype.
-
-    Raises ValueError that lists the known names or options, and for values that do not fit; TypeError for what is no
-    algorithm, and for options of another type than their defaults.
-    """
-    entry = known(algorithm)
-    if options is None and isinstance(wire, str):
-        return _usual(entry, wire, size, dtype)
-    return _resolved(entry.given(options), wire, size, dtype)
-
-
-@lru_cache(maxsize=64)
-def _usual(entry: Algorithm, wire: str, size: int, dtype: torch.dtype) -> Algorithm:
-    """Cached algorithm without options: most calls are like the one before."""
-    return _resolved(entry, wire, size, dtype)
-
-
-def _resolved(entry: Algorithm, wire: str, size: int, dtype: torch.dtype) -> Algorithm:
-    way = wire_named(wire, dtype=dtype)
-    entry.check(size)
-    if way is PLAIN:
-        return entry
-    check_takes_wire(entry)
-    return entry if size == 1 else replace(entry, wire=way)  # alone, nothing travels and nothing is rounded
-
-
-def check_takes_wire(entry: Algorithm) -> None:
-    """Raises ValueError for an algorithm that sends vectors only as they are."""
-    if not entry.takes_wire:
-        raise ValueError(f"{entry.name} sends values as they are, so wire has no effect: leave wire at 'fp32'")
 
 
 def _check_own(own: Algorithm) -> None:

@@ -14,7 +14,7 @@ from sparse_collectives.algorithms.reference import sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire import blame_rank
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TopKAllgather(Algorithm):
         messages = yield from schedules.allgather_blocks(message.memory, [message.wire_nbytes] * size, rank, size)
         vectors = [own] * size
         for source in (source for source in range(size) if source != rank):
-            with given_by(source):
+            with blame_rank(source):
                 vectors[source] = self.wire.vector(Payload(messages[source]), len(sparse), sparse)
         return Reduction(add_all(vectors), rounded_off)
 

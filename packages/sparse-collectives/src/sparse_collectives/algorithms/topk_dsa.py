@@ -7,17 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from communicators import Payload, Round, Schedule, schedules
-from sparse_compress import SparseVector, add
+from sparse_compress import SparseVector, add, union_of, vectors
 from torch import Tensor
 
 from sparse_collectives.algorithm import Algorithm, Array
 from sparse_collectives.algorithms.reference import sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic, bruck_sent, together
-from sparse_collectives.wire.entries import assemble, join, split, union_of
-from sparse_collectives.wire.invalid import InvalidMessageError, given_by
-from sparse_collectives.wire.wire import PLAIN, Span, Wire
+from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import RAW, InvalidMessageError, Span, Wire, blame_rank
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class TopKDSA(Algorithm):
         wire = self.wire
         own, dropped = wire.rounded(sparse)
         bounds = schedules.block_bounds(sparse.numel, size)
-        blocks, (low, high) = split(own, bounds), bounds[rank]
+        blocks, (low, high) = vectors.split(own, bounds), bounds[rank]
         given = {rank: blocks[rank]}
         capacity = block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
         for distance in range(1, size):  # so that no two ranks send to the same one at a time
@@ -56,7 +54,7 @@ class TopKDSA(Algorithm):
         lengths = [wire.dense_nbytes(high - low, sparse.dtype) for low, high in bounds]
         sums = yield from _gather(_encode(total, bounds[rank], wire), lengths, rank, size)
         blocks = [_decode(sums[r], span, sparse, wire, r) for r, span in enumerate(bounds)]
-        return Reduction(join(blocks), add(dropped, rounded_off))
+        return Reduction(vectors.join(blocks), add(dropped, rounded_off))
 
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """The most that `topk_dsa_traffic` can be: nobody selects in its own block, and no two ranks select alike."""
@@ -83,7 +81,7 @@ class TopKDSA(Algorithm):
         return sum_of_selections(inputs, k)
 
 
-def block_nbytes(entries: int, length: int, dtype: torch.dtype, wire: Wire = PLAIN) -> int:
+def block_nbytes(entries: int, length: int, dtype: torch.dtype, wire: Wire = RAW) -> int:
     """Bytes of a block: sparse, 8 an entry (float64: 12), or dense, 4 an element (8), whichever is less."""
     return min(wire.block_nbytes(min(entries, length), length, dtype), wire.dense_nbytes(length, dtype))
 
@@ -103,11 +101,11 @@ def _decode(encoded: Tensor, span: Span, like: SparseVector, wire: Wire, rank: i
     dense_nbytes = wire.dense_nbytes(high - low, like.dtype)
     if encoded.numel() > dense_nbytes:
         raise InvalidMessageError(rank, f"a block of {encoded.numel()} bytes, expected at most {dense_nbytes}")
-    with given_by(rank):
+    with blame_rank(rank):
         if encoded.numel() < dense_nbytes:
             return wire.entries(encoded, span, like)
         indices = torch.arange(low, high, dtype=torch.int32, device=encoded.device)
-        return assemble(indices, wire.values(encoded, high - low, like), like.numel)
+        return vectors.of_entries(indices, wire.values(encoded, high - low, like), like.numel)
 
 
 def _gather(block: Tensor, most: Sequence[int], rank: int, size: int) -> Schedule[list[Tensor]]:
@@ -129,7 +127,7 @@ def topk_dsa_traffic(
     given: Sequence[int],
     summed: Sequence[int],
     *,
-    wire: Wire = PLAIN,
+    wire: Wire = RAW,
 ) -> Traffic:
     """Exact traffic of a rank. given: its entries in each block; summed: entries of each block's sum.
 
@@ -142,4 +140,4 @@ def topk_dsa_traffic(
         for counts in (given, summed)
     )
     splits = Traffic.of_bodies(sum(split_nbytes) - split_nbytes[rank], size - 1, size - 1)
-    return together(splits, bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))
+    return Traffic.total(splits, Traffic.allgather([8] * size, rank), Traffic.allgather(sum_nbytes, rank))

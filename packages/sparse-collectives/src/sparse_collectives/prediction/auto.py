@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from communicators import Communicator, as_communicator
-from sparse_compress import Compressor, SparseVector
-from torch import Tensor
+from sparse_compress import SparseVector
 
 from sparse_collectives.algorithms.table import ALGORITHMS
 from sparse_collectives.prediction.calibration import agreed, measure_handling, measure_traffic
 from sparse_collectives.prediction.cost import Handling, Prediction, fastest_first, predict_variants
 from sparse_collectives.prediction.plain_table import amount, milliseconds, table
 from sparse_collectives.state import State
-from sparse_collectives.wire.half import DENSE_WIRES
-from sparse_collectives.wire.wire import wire_named
-
-logger = logging.getLogger(__name__)
+from sparse_collectives.wire import DENSE_WIRES, wire_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,41 +98,24 @@ def choose(
     return Choice(taken.algorithm, taken.options, taken.wire, tuple(found), _reason(taken, found))
 
 
-def choose_for_training(
-    parameters: Iterable[Tensor], comm: Communicator, compressor: Compressor, *, dense: bool, wire: str
-) -> Choice:
-    """The choice for a model's gradients, logged on rank 0.
+def remembered(
+    state: State | None,
+    sparse: SparseVector,
+    comm: Communicator,
+    k: int,
+    wire: str,
+    options: Mapping[str, Any] | None,
+) -> tuple[str, Mapping[str, Any], State | None, str]:
+    """The algorithm for such calls, its settings, own state and wire, out of "auto"'s state, where the first puts it.
 
-    dense: whether that may be chosen; not where momentum before the selection, or exchanged updates, need one.
-    Raises ValueError without parameters.
+    Plain values, so that it can be saved. Raises ValueError without a state: every call would measure again; and for
+    options, of an algorithm that is not chosen yet, TypeError for what are no options.
     """
-    sizes = [(p.numel(), p.device) for p in parameters if p.numel()]
-    if not sizes:
-        raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
-    numel = sum(count for count, _ in sizes)
-    k, device = compressor.entries(numel), sizes[0][1]
-    choice = choose(comm, numel=numel, k=k, device=device, dense=dense, wire=wire)
-    if comm.rank == 0:
-        unexpected = not ALGORITHMS[choice.predictions[0].algorithm].selects
-        logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
-    return choice
-
-
-def refuse_options(options: Mapping[str, Any] | None) -> None:
-    """Raises ValueError for settings of an algorithm that is not chosen yet, TypeError for what are no settings."""
+    wire_named(wire, dtype=sparse.dtype)
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"options is {options!r}, expected a dict of the algorithm's own settings")
     if options:
         raise ValueError(f'algorithm="auto" chooses options too, but {dict(options)} was given: name their algorithm')
-
-
-def remembered(
-    state: State | None, sparse: SparseVector, comm: Communicator, k: int, wire: str
-) -> tuple[str, Mapping[str, Any], State | None, str]:
-    """The algorithm for such calls, its settings, own state and wire, out of "auto"'s state, where the first puts it.
-
-    Plain values, so that it can be saved. Raises ValueError without a state: every call would measure again.
-    """
     if state is None:
         raise ValueError('algorithm="auto" measures once and remembers: give a state, {} at first, to all such calls')
     key = f"numel={sparse.numel}, {sparse.dtype}, k={k}, wire={wire}, {comm.size} ranks"
@@ -164,7 +142,7 @@ def _reason(taken: Prediction, found: list[Prediction]) -> str:
         return (
             f"{others[0].name} is faster ({milliseconds(others[0].seconds)} ms) than {taken.name} "
             f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection, or "
-            f"sends='updates', needs one: leave compression off, and give momentum to the optimizer."
+            f"an UpdateOptimizer, needs one: leave compression off, and give momentum to the optimizer."
         )
     if not ALGORITHMS[taken.algorithm].selects:
         return f"{taken.name} is the fastest: compression costs more than it saves here, leave it off."

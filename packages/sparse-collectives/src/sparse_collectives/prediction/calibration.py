@@ -7,15 +7,28 @@ Collective; every rank returns the slowest one's.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
-from communicators import SLOT_BYTES, Communicator, Link, Payload, Round, Schedule, allgather, barrier, run, schedules
-from sparse_compress import ErrorFeedback, SparseVector, TopK
+from communicators import (
+    SLOT_BYTES,
+    Communicator,
+    Link,
+    Payload,
+    Received,
+    Round,
+    Schedule,
+    allgather,
+    barrier,
+    run,
+    schedules,
+)
+from sparse_compress import ErrorFeedback, Largest, SparseVector, TopK
+from torch import Tensor
 
 from sparse_collectives.algorithms.table import ALGORITHMS, resolve
 from sparse_collectives.prediction.cost import Handling, on_wire
-from sparse_collectives.prediction.own_work import seconds_of_calls
 
 MOST_ELEMENTS = 1 << 22
 """Selecting is measured on at most so many elements: beyond any cache, and the cost of an element is the same."""
@@ -58,7 +71,7 @@ def measure_handling(
     gradient = torch.randn(min(numel, MOST_ELEMENTS), device=device)
     k = compressor.entries(gradient.numel())
 
-    def compressing(select: Callable[[torch.Tensor], SparseVector] | None) -> float:
+    def compressing(select: Callable[[Tensor], SparseVector] | None) -> float:
         handle = _feedback_step(gradient, compressor, select, size)
         return seconds_of(handle, comm, device, repeats) / gradient.numel()
 
@@ -110,7 +123,7 @@ def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.dev
 
 
 def _feedback_step(
-    gradient: torch.Tensor, compressor: TopK, select: Callable[[torch.Tensor], SparseVector] | None, size: int
+    gradient: Tensor, compressor: TopK, select: Callable[[Tensor], SparseVector] | None, size: int
 ) -> Callable[[], object]:
     """Work of a step besides the exchange: select, take back what was dropped, write the mean."""
     feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
@@ -124,9 +137,7 @@ def _feedback_step(
     return step
 
 
-def _merging(
-    algorithm: str, wire: str, gradients: list[torch.Tensor], k: int, comm: Communicator, repeats: int
-) -> float:
+def _merging(algorithm: str, wire: str, gradients: list[Tensor], k: int, comm: Communicator, repeats: int) -> float:
     """Seconds per entry that the algorithm merges; the median of calls that all ranks make at once."""
     device = gradients[0].device
 
@@ -161,3 +172,47 @@ def _shifts(payload: Payload, distances: list[int], rank: int, size: int) -> Sch
     for distance in distances:
         to, source = (rank + distance) % size, (rank - distance) % size
         yield Round({to: payload}, {source: payload.nbytes})
+
+
+def seconds_of_calls(
+    algorithm: str, wire: str, gradients: Sequence[Tensor], k: int, clock: Callable[[], float]
+) -> Iterator[float]:
+    """Seconds that rank 0 computes in each of successive calls; all but the first are like those amid training.
+
+    gradients: those of the two ranks, 1-D; selection is not counted. clock: seconds, read when the device is idle.
+    """
+    entry = resolve(algorithm, size=2, wire=wire)
+    states = [entry.initial_state() for _ in gradients]
+    while True:
+        schedules = []
+        for rank, (gradient, state) in enumerate(zip(gradients, states, strict=True)):
+            kept = {} if state is None else {"state": state}
+            sparse = (entry.select(gradient, rank, 2, k, state) if entry.prescribes else Largest(k))(gradient)
+            schedules.append(entry.schedule(sparse, rank, 2, k, **kept))
+        yield _run_both(schedules[0], schedules[1], clock)
+
+
+def _run_both(mine: Schedule[Any], theirs: Schedule[Any], clock: Callable[[], float]) -> float:
+    """Seconds inside the first schedule, which has as many rounds as the second."""
+    seconds, to_me, to_them = 0.0, None, None
+    while True:
+        begin = clock()
+        sent = _step(mine, to_me)
+        seconds += clock() - begin
+        back = _step(theirs, to_them)
+        if sent is None or back is None:
+            return seconds
+        to_me, to_them = _delivered(back, to=0), _delivered(sent, to=1)
+
+
+def _step(schedule: Schedule[Any], received: Received | None) -> Round | None:
+    try:
+        action = next(schedule) if received is None else schedule.send(received)
+    except StopIteration:
+        return None
+    assert isinstance(action, Round), "without a cost nothing elapses"
+    return action
+
+
+def _delivered(sent: Round, to: int) -> Received:
+    return {1 - to: sent.sends[to].clone()} if to in sent.sends else {}

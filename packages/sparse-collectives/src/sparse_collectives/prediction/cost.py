@@ -11,21 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from communicators import Link
+from communicators import Link, schedules
 from sparse_compress import TopK
 
-from sparse_collectives.algorithms.table import ALGORITHMS
-from sparse_collectives.prediction.loads import loads
-from sparse_collectives.traffic import Traffic, sum_sent
-from sparse_collectives.wire.half import dense_wire
-from sparse_collectives.wire.wire import WIRES
+from sparse_collectives.algorithms.table import ALGORITHMS, resolve
+from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import DENSE_WIRES, WIRES
 
 DDP_BUCKET_BYTES = 25 << 20
 """DistributedDataParallel's default `bucket_cap_mb`."""
+
+EXACT_RANKS = 64
+"""Up to so many every rank is looked at. An expression of one rank takes O(P): of 1,000, in all variants, minutes."""
 
 BACKWARD_SHARE = 2 / 3
 """Of forward and backward together: backward multiplies twice where forward does once."""
@@ -114,9 +116,9 @@ def predict(
     """
     selects = ALGORITHMS[algorithm].selects
     if not selects:
-        dtype = dense_wire(wire).dtype or dtype
+        dtype = DENSE_WIRES[wire] or dtype
     settings = dict(options or {})
-    found = loads(algorithm, settings, wire, size=size, numel=numel, k=k, dtype=dtype)
+    found = _loads(algorithm, tuple(sorted(settings.items())), wire, size, numel, k, dtype)
     sent, per_entry = [load.sent for load in found], handling.merge.get(on_wire(algorithm, wire), 0.0)
     collided = _collisions(sent)
     costs = [(*_network(load.sent, link, collided), per_entry * load.merged) for load in found]
@@ -143,7 +145,7 @@ def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> 
     """
     if not count or prediction.density == 1:
         return prediction
-    sums = [sum_sent(rank, size, 4 * count) for rank in range(size)]
+    sums = [Traffic.allreduce(4 * count, rank, size) for rank in range(size)]
     latency, transfer = max((_network(traffic, link, _collisions(sums)) for traffic in sums), key=sum)
     return replace(
         prediction,
@@ -221,3 +223,35 @@ def _collisions(sent: Sequence[Traffic]) -> int:
 
 def _wires_of(algorithm: str, handling: Handling) -> list[str]:
     return [wire for wire in WIRES if wire == "fp32" or on_wire(algorithm, wire) in handling.merge]
+
+
+class Load(NamedTuple):
+    """Load of one rank. merged: entries."""
+
+    sent: Traffic
+    merged: int
+
+
+def ranks_of_interest(size: int) -> Sequence[int]:
+    """All ranks or, if there are very many, the first and the last of each role that an algorithm has.
+
+    The roles: r < P − Q with a partner that folds into it, Q the largest power of two; other r < Q; r ≥ Q. Ranks of
+    one role differ by an entry or an element a message, as blocks fall.
+    """
+    if size <= EXACT_RANKS:
+        return range(size)
+    group = schedules.largest_power_of_two(size)
+    return sorted({0, size - group - 1, size - group, group - 1, group, size - 1} & set(range(size)))
+
+
+@lru_cache(maxsize=1 << 11)  # every link and every simulated rank asks for the same
+def _loads(
+    algorithm: str, options: tuple[tuple[str, Any], ...], wire: str, size: int, numel: int, k: int, dtype: torch.dtype
+) -> tuple[Load, ...]:
+    """Loads of the ranks that `ranks_of_interest` names; if bytes depend on the data, those of random selections."""
+    selects = resolve(algorithm).selects
+    entry = resolve(algorithm, dict(options), size=size, wire=wire if selects else "fp32", dtype=torch.float32)
+    return tuple(
+        Load(entry.typical(rank, size, k, numel, dtype), entry.merged(rank, size, k, numel) if size > 1 else 0)
+        for rank in ranks_of_interest(size)
+    )

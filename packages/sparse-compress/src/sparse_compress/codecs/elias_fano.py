@@ -8,12 +8,10 @@ and, unlike deltas of a fitted width, the same number for all indices: no round 
 Low bits are stored in planes, bit 0 of all indices first, each filled up to whole bytes; then the unary part.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_compress.native import packing
-from sparse_compress.native.library import ready
+from sparse_compress.native.library import kernels
 
 
 def nbytes(numel: int, count: int) -> int:
@@ -24,9 +22,15 @@ def nbytes(numel: int, count: int) -> int:
 
 def pack(indices: Tensor, numel: int) -> Tensor:
     """Packs ``indices``, int32, (k,), strictly increasing, as uint8, (nbytes(numel, k),); nothing is read back."""
-    if ready(indices):
-        return packing.pack_indices(indices, *_bits(numel, len(indices)), nbytes(numel, len(indices)))
-    return _pack_on_cpu(indices, numel) if indices.is_cpu else _pack_on_device(indices, numel)
+    low, high = _bits(numel, len(indices))
+    if kernels(indices, (torch.int32,)):
+        packed = torch.empty(nbytes(numel, len(indices)), dtype=torch.uint8)
+        kernels().sc_pack_indices(indices.data_ptr(), len(indices), low, high, packed.data_ptr())
+        return packed
+    planes = indices.bitwise_right_shift(_column(low, indices.device)).bitwise_and_(1).to(torch.uint8)
+    places = (indices >> low) + torch.arange(len(indices), device=indices.device)
+    unary = torch.zeros(high, dtype=torch.uint8, device=indices.device).index_fill_(0, places, 1)
+    return torch.cat([_to_bytes(planes).view(-1), _to_bytes(unary)])
 
 
 def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> Tensor:
@@ -37,59 +41,23 @@ def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> T
     """
     if data.numel() != nbytes(numel, count):
         raise ValueError(f"{data.numel()} bytes given, but {count} indices below {numel} take {nbytes(numel, count)}")
-    if ready(data):
-        indices, found = packing.unpack_indices(data, count, *_bits(numel, count), out)
-        _check_count(found, count)
+    low, high = _bits(numel, count)
+    if kernels(data, (torch.uint8,)):
+        indices = torch.empty(count, dtype=torch.int32) if out is None else out
+        _check_count(kernels().sc_unpack_indices(data.data_ptr(), count, low, high, indices.data_ptr()), count)
         return indices
-    indices = _unpack_on_cpu(data, numel, count) if data.is_cpu else _unpack_on_device(data, numel, count)
-    return indices if out is None else out.copy_(indices)
-
-
-def _pack_on_cpu(indices: Tensor, numel: int) -> Tensor:
-    low, high = _bits(numel, len(indices))
-    given, parts = indices.numpy(), []
-    for bit in range(low):
-        octet = (given >> (bit & ~7)).astype(np.uint8)
-        parts.append(np.packbits(octet & np.uint8(1 << (bit & 7)), bitorder="little"))
-    unary = np.zeros(high, bool)
-    unary[(given >> low) + np.arange(len(given), dtype=np.int32)] = True
-    return torch.from_numpy(np.concatenate([*parts, np.packbits(unary, bitorder="little")]))
-
-
-def _unpack_on_cpu(data: Tensor, numel: int, count: int) -> Tensor:
-    low, high = _bits(numel, count)
-    lows, unary = np.split(data.numpy(), [low * -(-count // 8)])
-    planes = [np.unpackbits(plane, count=count, bitorder="little") for plane in lows.reshape(low, -(-count // 8))]
-    places = np.flatnonzero(np.unpackbits(unary, count=high, bitorder="little"))
-    _check_count(len(places), count)
-    indices = (places - np.arange(len(places))).astype(np.int32) << low
-    for first in range(0, low, 8):  # bytes first: their sums are a fourth of the memory
-        octet = np.zeros(count, np.uint8)
-        for bit, plane in enumerate(planes[first : first + 8]):
-            octet |= plane << np.uint8(bit)
-        indices |= octet.astype(np.int32) << first
-    return torch.from_numpy(indices)
-
-
-def _pack_on_device(indices: Tensor, numel: int) -> Tensor:
-    low, high = _bits(numel, len(indices))
-    planes = indices.bitwise_right_shift(_column(low, indices.device)).bitwise_and_(1).to(torch.uint8)
-    places = (indices >> low) + torch.arange(len(indices), device=indices.device)
-    unary = torch.zeros(high, dtype=torch.uint8, device=indices.device).index_fill_(0, places, 1)
-    return torch.cat([_to_bytes(planes).view(-1), _to_bytes(unary)])
-
-
-def _unpack_on_device(data: Tensor, numel: int, count: int) -> Tensor:
-    low, high = _bits(numel, count)
     plane = -(-count // 8)
     unary = _to_bits(data[low * plane :])[:high]
+    if data.is_cpu:
+        _check_count(int(unary.sum()), count)
     # The j-th set bit, for all j: each set bit knows its j, the others write to a place that is cut off.
     place = (unary.cumsum(0) - 1).masked_fill(unary == 0, count).clamp_(max=count)
     positions = torch.arange(high, device=data.device, dtype=torch.int32)
     found = torch.zeros(count + 1, dtype=torch.int32, device=data.device).index_copy_(0, place, positions)
     indices = found[:count] - torch.arange(count, device=data.device, dtype=torch.int32) << low
     planes = _to_bits(data[: low * plane].view(low, plane))[:, :count].int()
-    return indices + (planes << _column(low, data.device)).sum(0, dtype=torch.int32)
+    indices += (planes << _column(low, data.device)).sum(0, dtype=torch.int32)
+    return indices if out is None else out.copy_(indices)
 
 
 def _check_count(found: int, count: int) -> None:

@@ -4,43 +4,32 @@ A rounding is idempotent, and its error, x − rounded, is exact in float32, so 
 For that, a value too large for the kind is cut to a multiple of its own unit in the last place.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparse_compress.native import packing
-from sparse_compress.native.library import ready, take
+from sparse_compress.native.library import kernels
 
 SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
-
-
-class Values(Protocol):
-    """Kind of values on the wire."""
-
-    def nbytes(self, count: int) -> int:
-        """Bytes of ``count`` values."""
-
-    def pack(self, x: Tensor) -> Tensor:
-        """Packs ``x``, float32, (k,), as uint8, (nbytes(k),); rounds to nearest, ties to even. inf and NaN stay so."""
-
-    def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        """Unpacks float32, (count,), from at least as many bytes; on a CPU ValueError for what ``pack`` cannot give.
-
-        ``out``: the tensor to write to.
-        """
 
 
 class Float32(NamedTuple):
     """Values unrounded, in 4 bytes."""
 
     def nbytes(self, count: int) -> int:
+        """Bytes of ``count`` values."""
         return 4 * count
 
     def pack(self, x: Tensor) -> Tensor:
+        """Packs ``x``, float32, (k,), as uint8, (nbytes(k),); rounds to nearest, ties to even. inf and NaN stay so."""
         return x.contiguous().view(torch.uint8)
 
     def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+        """Unpacks float32, (count,), from at least as many bytes; on a CPU ValueError for what ``pack`` cannot give.
+
+        ``out``: the tensor to write to.
+        """
         return _into(out, data[: 4 * count].view(torch.float32))
 
 
@@ -56,8 +45,10 @@ class Float16(NamedTuple):
         return 2 * count
 
     def pack(self, x: Tensor) -> Tensor:
-        if self.dtype == torch.bfloat16 and take(x):
-            return packing.to_bf16(x)
+        if self.dtype == torch.bfloat16 and kernels(x):
+            packed = torch.empty(2 * len(x), dtype=torch.uint8)
+            kernels().sc_to_bf16(x.data_ptr(), len(x), packed.data_ptr())
+            return packed
         most = torch.finfo(self.dtype).max
         if _known_within(x, most):
             return x.to(self.dtype).view(torch.uint8)
@@ -68,8 +59,10 @@ class Float16(NamedTuple):
         return torch.where(overflowed, clamped.to(self.dtype), rounded).view(torch.uint8)
 
     def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        if self.dtype == torch.bfloat16 and ready(data):
-            return packing.of_bf16(data, count, out)
+        if self.dtype == torch.bfloat16 and kernels(data, (torch.uint8,)):
+            out = torch.empty(count, dtype=torch.float32) if out is None else out
+            kernels().sc_of_bf16(data.data_ptr(), count, out.data_ptr())
+            return out
         return _into(out, data[: 2 * count].view(self.dtype).float())
 
 
@@ -83,9 +76,11 @@ class Int8(NamedTuple):
         return SCALE_BYTES + count
 
     def pack(self, x: Tensor) -> Tensor:
-        if take(x):
+        if kernels(x):
             packed = torch.zeros(self.nbytes(len(x)), dtype=torch.uint8)
-            packed[:4].view(torch.int32)[0] = packing.to_steps(x, packed[SCALE_BYTES:])
+            packed[:4].view(torch.int32)[0] = kernels().sc_to_int8(
+                x.data_ptr(), len(x), packed[SCALE_BYTES:].data_ptr()
+            )
             return packed
         finite = None if _known_within(x, torch.finfo(x.dtype).max) else x.isfinite()
         x = x if finite is None else torch.where(finite, x, 0)
@@ -102,10 +97,15 @@ class Int8(NamedTuple):
         if exponent.is_cpu and not -126 <= int(exponent) <= 126:
             raise ValueError(f"corrupted scale: 2^{int(exponent)}, expected 2^−126 … 2^126")
         steps = data[SCALE_BYTES : SCALE_BYTES + count].view(torch.int8)
-        if ready(steps):
-            return packing.of_steps(steps, int(exponent), out)
+        if kernels(steps, (torch.int8,)):
+            out = torch.empty(count, dtype=torch.float32) if out is None else out
+            kernels().sc_of_int8(steps.data_ptr(), count, int(exponent), out.data_ptr())
+            return out
         return _into(out, (steps.float() * power_of_two(exponent)).masked_fill(steps == -128, torch.nan))
 
+
+Values = Float32 | Float16 | Int8
+"""Kind of values on the wire."""
 
 VALUES: dict[str, Values] = {
     "fp32": Float32(),
@@ -135,8 +135,10 @@ def last_place(x: Tensor) -> Tensor:
 
 def leftover(x: Tensor, rounded: Tensor, out: Tensor | None = None) -> Tensor:
     """Rounding error x − rounded, 0 where either is not finite; written to ``out`` where that is given."""
-    if take(x) and take(rounded):
-        return packing.leftover(x, rounded, out)
+    if kernels(x) and kernels(rounded):
+        out = torch.empty(len(x), dtype=torch.float32) if out is None else out
+        kernels().sc_leftover(x.data_ptr(), rounded.data_ptr(), len(x), out.data_ptr())
+        return out
     error = torch.sub(x, rounded, out=out)
     if _known_within(error, torch.finfo(error.dtype).max):
         return error

@@ -1,7 +1,6 @@
 """Sparse vectors in fewer bytes."""
 
 from math import lgamma, log
-from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -10,12 +9,7 @@ from torch import Tensor
 from sparse_compress.arguments import check_bytes, element_count, integer
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
-from sparse_compress.vector import SparseVector, check_entries
-from sparse_compress.vector_format import HEADER_BYTES, OWN_HEADER_BYTES, Header, write_header
-
-_FREE_BYTES = HEADER_BYTES - OWN_HEADER_BYTES  # of a message's header, for a transport's stamp
-_WORDS = Struct("=2q")  # of a block's header: numel, then entries and the code of float32
-FLOAT32 = 1
+from sparse_compress.vector import FREE_BYTES, HEADER_BYTES, SparseVector, check_entries, read_header, write_header
 
 
 class WireCodec:
@@ -29,7 +23,7 @@ class WireCodec:
     The sender computes with ``rounded`` too, so that both sides hold the same bits.
 
     Sizes follow from numel and the number of entries, packed indices' too (``elias_fano``), so a receiver needs no
-    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``vector_format``.
+    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``vector``.
     Nothing is read back from a GPU.
 
     Args:
@@ -89,7 +83,7 @@ class WireCodec:
         """
         sizes = self._sizes(len(vector), vector.numel)
         message = torch.zeros(HEADER_BYTES + sizes.total, dtype=torch.uint8, device=vector.device)
-        write_header(message, Header(vector.numel, len(vector), torch.float32))
+        write_header(message, vector.numel, len(vector), torch.float32)
         body = message[HEADER_BYTES:]
         body[: sizes.values] = VALUES[self.values].pack(_float32(vector))
         packed = elias_fano.pack(vector.indices, vector.numel) if self.indices == "packed" else _raw(vector.indices)
@@ -109,7 +103,7 @@ class WireCodec:
             ValueError: The length does not fit, or on a CPU the header does not, or the indices do not increase
                 strictly within numel. On a GPU they are trusted, because reading them would wait for it.
         """
-        return self.decode_block(message[_FREE_BYTES:], numel, entries)
+        return self.decode_block(message[FREE_BYTES:], numel, entries)
 
     def block_nbytes(self, entries: int, numel: int) -> int:
         """Bytes of a message without the free half of its header.
@@ -118,7 +112,7 @@ class WireCodec:
             entries: Number of entries.
             numel: Elements of the whole vector.
         """
-        return OWN_HEADER_BYTES + self._sizes(entries, numel).total
+        return self.nbytes(entries, numel) - FREE_BYTES
 
     def encode_block(self, vector: SparseVector) -> Tensor:
         """Encodes a vector as a message without the free half of its header, as when several are sent in one.
@@ -129,7 +123,7 @@ class WireCodec:
         Raises:
             TypeError: As ``encode``.
         """
-        return self.encode(vector)[_FREE_BYTES:]
+        return self.encode(vector)[FREE_BYTES:]
 
     def decode_block(self, block: Tensor, numel: int, entries: int | None = None) -> SparseVector:
         """Decodes what ``encode_block`` has made.
@@ -145,21 +139,26 @@ class WireCodec:
         """
         check_bytes(block)
         block, numel = aligned(block), element_count(numel)
-        if block.numel() < OWN_HEADER_BYTES:
-            raise ValueError(f"{_FREE_BYTES + block.numel()} bytes given, but the header alone takes {HEADER_BYTES}")
-        said = _read_header(block) if entries is None or block.is_cpu else None
+        header = HEADER_BYTES - FREE_BYTES
+        if block.numel() < header:
+            raise ValueError(f"{FREE_BYTES + block.numel()} bytes given, but the header alone takes {HEADER_BYTES}")
+        said = read_header(block[:header]) if entries is None or block.is_cpu else None
         entries = said.entries if entries is None and said else integer(entries, "entries", expected="their number")
         if entries > numel:
             raise ValueError(f"{entries} entries of {numel} elements, expected 0 … {numel}")
         sizes = self._sizes(entries, numel)
-        if block.numel() != OWN_HEADER_BYTES + sizes.total:
+        if block.numel() != header + sizes.total:
             raise ValueError(
-                f"{_FREE_BYTES + block.numel()} bytes given, but {entries} entries of {numel} "
+                f"{FREE_BYTES + block.numel()} bytes given, but {entries} entries of {numel} "
                 f"take {HEADER_BYTES + sizes.total}"
             )
-        if said is not None:
-            said.check(numel, entries)
-        body = block[OWN_HEADER_BYTES:]
+        if said is not None and said[:2] != (numel, entries):
+            raise ValueError(
+                f"the message holds {said.entries} entries of {said.numel} elements, expected {entries} of {numel}"
+            )
+        if said is not None and said.dtype != torch.float32:
+            raise ValueError(f"corrupted header: {said.dtype} values, expected torch.float32")
+        body = block[header:]
         vector = SparseVector.allocate(entries, numel, torch.float32, block.device)
         VALUES[self.values].unpack(body, entries, out=vector.values)
         data = body[sizes.indices_at :]
@@ -181,33 +180,12 @@ class WireCodec:
         return f"WireCodec(values={self.values!r}, indices={self.indices!r})"
 
 
-class _Said(NamedTuple):
-    """Contents of a block's header."""
-
-    numel: int
-    entries: int
-    code: int
-
-    def check(self, numel: int, entries: int) -> None:
-        if (self.numel, self.entries) != (numel, entries):
-            raise ValueError(
-                f"the message holds {self.entries} entries of {self.numel} elements, expected {entries} of {numel}"
-            )
-        if self.code != FLOAT32:
-            raise ValueError(f"corrupted header: dtype code {self.code}, expected {FLOAT32}")
-
-
 class _Sizes(NamedTuple):
     """Bytes after the header: of the values, where the indices start, of both with padding to 4."""
 
     values: int
     indices_at: int
     total: int
-
-
-def _read_header(block: Tensor) -> _Said:
-    numel, word = _WORDS.unpack_from(block[:OWN_HEADER_BYTES].cpu().numpy().data)
-    return _Said(numel, word & 0xFFFFFFFF, word >> 32)
 
 
 def index_entropy(entries: int, numel: int) -> float:

@@ -5,11 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from sparse_compress.accumulator import Accumulator
-from sparse_compress.arguments import share_of
 from sparse_compress.vector import SparseVector
-
-SHARE = "the fraction of elements to send"
 
 
 @runtime_checkable
@@ -18,6 +14,7 @@ class Compressor(Protocol):
 
     One that always takes the largest magnitudes first declares so by an attribute ``finds_nonfinite = True``: NaN and
     inf are then looked for in what it sends. One that returns other values than the tensor's has ``unbiased = True``.
+    One with a ``step`` (see `Selection`) selects while error feedback accumulates, in fewer sweeps over memory.
     """
 
     def __call__(self, tensor: Tensor) -> SparseVector:
@@ -54,51 +51,4 @@ class StatefulCompressor(Protocol):
 
         Args:
             state: Result of ``state_dict``.
-
-        Raises:
-            ValueError: It is no such state; nothing is changed.
         """
-
-
-@runtime_checkable
-class FusedCompressor(Compressor, Protocol):
-    """Compressor that selects while error feedback accumulates, in fewer sweeps over memory than two steps take."""
-
-    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """Fuses ``before.advance(gradient, momentum, out)``, a call on ``out.residual``, ``out.clear``, bit for bit.
-
-        Args:
-            before: State accumulated until now.
-            gradient: Dense, of any shape; left as it is.
-            momentum: m of the correction, 0 without.
-            out: Accumulator for the new state, without the entries that are sent; may be ``before``.
-
-        Returns:
-            The entries to send.
-        """
-
-
-class Density:
-    """Density with k = max(1, round(density · n)), 0 only for an empty tensor.
-
-    ``density``: 0 < density ≤ 1, else ValueError; TypeError for anything but a number. It may be set anew.
-    """
-
-    def __init__(self, density: float) -> None:
-        self.density = density
-
-    @property
-    def density(self) -> float:
-        """Fraction of elements to send."""
-        return self._density
-
-    @density.setter
-    def density(self, density: float) -> None:
-        self._density = share_of(density, "density", expected=SHARE)
-
-    def entries(self, numel: int) -> int:
-        """Bound k on the entries that are sent of ``numel`` elements, alike on every rank."""
-        return min(numel, max(1, round(self.density * numel)))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(density={self.density})"

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import flatten, integer, positive, share_of
-from sparse_compress.compressors.at_least import select_at_least
-from sparse_compress.compressors.compressor import Density
-from sparse_compress.topk import topk
+from sparse_compress.compressors.density import Density
+from sparse_compress.compressors.threshold import select_at_least
+from sparse_compress.selection import topk
 from sparse_compress.vector import SparseVector
 
 

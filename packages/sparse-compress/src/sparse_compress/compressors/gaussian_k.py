@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import flatten
-from sparse_compress.compressors.at_least import count_at_least, select_at_least
-from sparse_compress.compressors.compressor import Density
-from sparse_compress.topk import topk
+from sparse_compress.compressors.density import Density
+from sparse_compress.compressors.threshold import count_at_least, select_at_least
+from sparse_compress.selection import topk
 from sparse_compress.vector import SparseVector
 
 CORRECTIONS = 4  # sweeps that may count and correct

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import flatten, integer
-from sparse_compress.compressors.compressor import Density
-from sparse_compress.compressors.saved import by_name
-from sparse_compress.topk import gather
+from sparse_compress.compressors.density import Density
+from sparse_compress.selection import gather
 from sparse_compress.vector import SparseVector
 
 
@@ -76,7 +75,7 @@ class RandomK(Density):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the number of calls by name."""
-        self._calls = by_name(state, "calls", integers=True)
+        self._calls = dict(state["calls"])
 
     def __repr__(self) -> str:
         return f"RandomK(density={self.density}, seed={self.seed}, unbiased={self.unbiased})"

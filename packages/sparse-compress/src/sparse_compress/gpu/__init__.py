@@ -20,21 +20,3 @@ Lines of 8 elements make it 1.5 and 2.0, of 32 1.3 and 3.2.
 Results are the same bits from run to run. Integer additions are the only atomics, and their order does not matter;
 every other word is written by exactly one program, and read by programs of later launches only.
 """
-
-from functools import cache
-from importlib.util import find_spec
-
-import torch
-from torch import Tensor
-
-MAX_ELEMENTS = 2**31 - 2**12  # the last block's element numbers still fit int32
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def kernels_take(x: Tensor) -> bool:
-    """Whether Triton is installed and takes this tensor: contiguous, 16 or 32 bits, on a GPU. Others go by torch."""
-    return x.is_cuda and x.dtype != torch.float64 and x.is_contiguous() and x.numel() <= MAX_ELEMENTS and _has_triton()

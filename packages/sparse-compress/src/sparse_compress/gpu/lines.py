@@ -24,7 +24,7 @@ def magnitude_key(x):
 def elements_of(lines):
     """Numbers of the elements of ``lines``, (lines, LINE), int32.
 
-    32 bits hold any element's number (``gpu.MAX_ELEMENTS``); bytes are counted by pointers, in 64 bits.
+    32 bits hold any element's number (``selection.MAX_ELEMENTS``); bytes are counted by pointers, in 64 bits.
     """
     return lines[:, None] * LINE + tl.arange(0, LINE)[None, :]
 

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p, c_float, c_int, c_int64, c_uint32, c_void_p
 from functools import cache
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from sparse_compress.native.compiling import COMPILED, SOURCE, SWITCH, digest
 
+FLOATS = (torch.float32,)
+SLACK = 64  # entries that a kernel may write beyond the last one
+PIECES_BYTES = 64  # where each of four pieces begins and ends
 KEPT = 1 << 26  # bytes that a thread keeps: the first touch of fresh memory costs more than its use
 LEVELS = {"c": 0, "avx2": 1, "avx512": 2}
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -67,19 +70,14 @@ class Found(NamedTuple):
 _chosen: list[Found] = []  # of `using`, the last one counts
 
 
-def kernels() -> Any:
-    """Library with typed functions, which release the GIL; None without kernels."""
-    return (_chosen[-1] if _chosen else _found()).library
+def kernels(x: Any = None, dtypes: Collection[torch.dtype] = FLOATS) -> Any:
+    """Library with typed functions, which release the GIL; None without kernels.
 
-
-def take(tensor: Tensor) -> bool:
-    """Whether there are kernels that take this tensor: contiguous float32 on a CPU."""
-    return tensor.dtype == torch.float32 and ready(tensor)
-
-
-def ready(tensor: Tensor) -> bool:
-    """Whether there are kernels that can read this tensor's memory: contiguous, on a CPU."""
-    return tensor.is_cpu and kernels() is not None and tensor.is_contiguous()
+    x: a tensor or sparse vector; None too where the kernels do not take it: contiguous, on a CPU, of these dtypes.
+    """
+    if x is None or (x.is_cpu and x.dtype in dtypes and (not isinstance(x, Tensor) or x.is_contiguous())):
+        return (_chosen[-1] if _chosen else _found()).library
+    return None
 
 
 def in_use() -> str:
@@ -155,6 +153,15 @@ def _whole(path: Path) -> bool:
     return bool(path.stat().st_size >= sections + width * count)
 
 
+class Pieces(NamedTuple):
+    """Addresses of scratch memory where a kernel leaves entries in four pieces; spare: as much as the values take."""
+
+    indices: int
+    values: int
+    ends: int
+    spare: int
+
+
 class Scratch(threading.local):
     """Scratch memory of one thread."""
 
@@ -166,6 +173,13 @@ class Scratch(threading.local):
             self.memory = np.empty(nbytes, np.uint8)
             self.address = self.memory.ctypes.data
         return self.address
+
+    def pieces(self, entries: int) -> Pieces:
+        """Room for so many entries in four pieces."""
+        most = entries + SLACK
+        ends = self.of(PIECES_BYTES + 12 * most)
+        indices = ends + PIECES_BYTES
+        return Pieces(indices, indices + 4 * most, ends, indices + 8 * most)
 
     def trim(self) -> None:
         """Frees memory beyond the size that a thread keeps."""

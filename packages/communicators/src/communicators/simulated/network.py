@@ -1,0 +1,90 @@
+"""Ports and faults of a simulated world.
+
+A rank sends one message and receives one message at a time, first come first served.
+
+Links are eager: a message keeps both ports busy for α + β·bytes from the moment that both are free, whether or not
+its receiver has posted the receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from communicators.schedule import Payload
+
+
+@dataclass(eq=False)
+class Message:
+    """A payload on its way. delivered: called when it has left its sender and reached its receiver."""
+
+    source: int
+    target: int
+    payload: Payload
+    delivered: Callable[[], None] = field(repr=False)
+
+
+class Ports:
+    """The ports of all ranks. after(seconds, action) is the clock; seconds_for(nbytes) the link."""
+
+    def __init__(
+        self, size: int, after: Callable[[float, Callable[[], None]], None], seconds_for: Callable[[int], float]
+    ) -> None:
+        self._after, self._seconds_for = after, seconds_for
+        self._sending, self._receiving = [False] * size, [False] * size
+        self._from: list[list[Message]] = [[] for _ in range(size)]
+        self._to: list[list[Message]] = [[] for _ in range(size)]
+
+    def post(self, message: Message) -> None:
+        """Sends the message as soon as both of its ports are free."""
+        self._from[message.source].append(message)
+        self._to[message.target].append(message)
+        self._depart(message)
+
+    def _depart(self, message: Message) -> None:
+        source, target = message.source, message.target
+        if self._sending[source] or self._receiving[target]:
+            return
+        self._sending[source] = self._receiving[target] = True
+        self._from[source].remove(message)
+        self._to[target].remove(message)
+        self._after(self._seconds_for(message.payload.wire_nbytes), lambda: self._arrive(message))
+
+    def _arrive(self, message: Message) -> None:
+        self._sending[message.source] = self._receiving[message.target] = False
+        message.delivered()
+        for waiting in (*self._from[message.source], *self._to[message.target]):
+            self._depart(waiting)
+
+
+@dataclass(frozen=True)
+class Dies:
+    """Fault: a rank is gone when it would send a message, or at a virtual time.
+
+    Every call of all ranks ends with an error that names it; signals and attempts go on among the others, who see it in
+    `Signals.departed`. Nothing of its own goes on, and its result is None.
+
+    Attributes:
+        rank: Rank that dies.
+        message: The number of the message that it does not send any more; 0 is its first.
+        at: Virtual seconds, in place of `message`.
+    """
+
+    rank: int
+    message: int = 0
+    at: float | None = None
+
+
+@dataclass(frozen=True)
+class Corrupts:
+    """Fault: a message arrives with one bit flipped.
+
+    Attributes:
+        rank: Rank that sends the message.
+        message: Its number among those that the rank sends, from 0.
+        bit: Number of the flipped bit, modulo the message's number of bits.
+    """
+
+    rank: int
+    message: int = 0
+    bit: int = 0

@@ -1,0 +1,150 @@
+"""How the ranks of a process group meet in a Store for a communicator of ours.
+
+Parts of a Store that torch has only had since 2.8 or 2.9 are here too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
+
+from communicators.errors import CollectiveError
+
+T = TypeVar("T")
+
+STORE_SECONDS = 0.5
+"""Wait beyond its time-out of a first call whose Store does not answer at all."""
+FAKE = ("FakeStore", "Store")
+"""Types of a Store that keeps nothing, the second as torch shows it before 2.15 where only C++ holds it."""
+LONGEST_NAP_SECONDS = 0.05
+REMEDY = (
+    "where some are gone, set up the group anew without them or with others, and have its ranks meet in a Store that "
+    "all of them reach: as_communicator(group, store=...)"
+)
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """The Store of this group; TypeError for a group that has none, as many that are written in Python."""
+    own: Any = getattr(group, "get_group_store", None)
+    try:
+        store: Any = own() if own is not None else distributed_c10d._get_process_group_store(group)
+    except KeyError:  # torch does not know the group
+        store = None
+    if store is None:
+        raise TypeError(
+            f"the process group, a {type(group).__name__}, has no Store by which its ranks could meet: give them one "
+            "that they share, such as a TCPStore, as_communicator(group, store=...)"
+        )
+    return cast(Store, store)
+
+
+def reconnected(store: Any) -> Store:
+    """The same keys by a client of our own: a call that blocks holds up every other use of its client.
+
+    Raises TypeError for the Store of a fake group, which keeps nothing.
+    """
+    bottom = store
+    while isinstance(bottom, PrefixStore):
+        bottom = bottom.underlying_store
+    if type(bottom).__name__ in FAKE:
+        raise TypeError(
+            "the Store keeps nothing, as that of a fake process group, so no other rank can be met there: for many "
+            "ranks in one process take a SimulatedWorld"
+        )
+    if hasattr(store, "clone"):
+        return cast(Store, store.clone())
+    prefix = store.compare_set("communicators/elsewhere", "", uuid.uuid4().hex).decode()  # that of who was first
+    if isinstance(bottom, TCPStore):
+        other: Store = TCPStore(bottom.host, bottom.port, wait_for_workers=False)
+    elif isinstance(bottom, FileStore):
+        other = FileStore(cast(Any, bottom).path)
+    else:
+        other = bottom
+    return PrefixStore(prefix, other)
+
+
+def meet(store: Store, rank: int, size: int, timeout: float) -> str:
+    """A name that the ranks which are here share, and none before them had: for keys that are theirs alone.
+
+    Each rank writes a word that is new, and beside it a hash of all words, as it reads them. Where all hashes are alike
+    every rank is here, since a rank that is gone has not read the new words. So what others left in the Store does not
+    count, nor how often a rank has met others in it.
+
+    Raises CollectiveError after `timeout` seconds: connecting would wait for a missing rank without end or word.
+    """
+    begin, nap, keys = time.monotonic(), 1e-3, [f"here/{peer}" for peer in range(size)]
+    mine, name = uuid.uuid4().hex, ""
+    words, names = ("",) * size, ("none yet",) * size
+    store.set(keys[rank], f"{mine} ")
+    while set(names) != {name}:
+        if store.check(keys):
+            words, names = zip(*(said.decode().split(" ") for said in store.multi_get(keys)), strict=True)
+            read = hashlib.sha256(" ".join(words).encode()).hexdigest()
+            if read != name:
+                name = read
+                store.set(keys[rank], f"{mine} {name}")
+                continue
+        if time.monotonic() - begin > timeout:
+            store.set(keys[rank], " ")  # whoever comes later shall not connect to this rank
+            unlike = [peer for peer, theirs in enumerate(names) if theirs != name]
+            missing = [peer for peer in range(size) if not store.check([keys[peer]])]
+            missing = missing or [peer for peer in unlike if words[peer]] or unlike  # last those that have given up
+            raise CollectiveError(
+                f"timed out after {timeout:g} s: rank {rank} waits for ranks {missing} in the first call with this "
+                f"process group, which all of its ranks must make; {REMEDY}"
+            )
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP_SECONDS)
+    return name
+
+
+class Rendezvous(NamedTuple):
+    """Meeting place of ranks: keys of one Store, by a client of our own and by the group's."""
+
+    rank: int
+    size: int
+    own: Store
+    shared: Store
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, keys: Store) -> Rendezvous:
+        """Rendezvous of a group's ranks, among these keys."""
+        own, shared = PrefixStore("communicators", reconnected(keys)), PrefixStore("communicators", keys)
+        return cls(group.rank(), group.size(), own, shared)
+
+    def met(self, patience: float) -> Rendezvous:
+        """Rendezvous of the same ranks, once all of them are here, under a prefix that is new."""
+        return self.elsewhere(meet(self.own, self.rank, self.size, patience))
+
+    def elsewhere(self, prefix: str) -> Rendezvous:
+        """Rendezvous of the same ranks, under a further prefix."""
+        return self._replace(own=PrefixStore(prefix, self.own), shared=PrefixStore(prefix, self.shared))
+
+
+def in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
+    """Calls `make` in a thread that is left behind where a Store blocks it: the kernel waits for many minutes."""
+    made: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=work, name="communicators-first-call", daemon=True).start()
+    try:
+        return made.result(seconds + STORE_SECONDS)
+    except TimeoutError:
+        raise CollectiveError(
+            f"timed out after {seconds:g} s: rank {rank} made its first call with this process group, but the group's "
+            f"Store, by which its ranks meet, does not answer; {REMEDY}"
+        ) from None

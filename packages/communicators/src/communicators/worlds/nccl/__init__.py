@@ -1,1 +1,0 @@
-"""Messages of a GPU that never pass through host memory: opt-in, since they have never met a GPU."""

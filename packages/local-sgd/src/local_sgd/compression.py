@@ -1,0 +1,294 @@
+"""Compression: ranks exchange the change since the last agreed model, rounded or sparse, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from communicators import Communicator, Work, schedules, start, tracing
+from torch import Tensor
+
+from local_sgd.averaging import Arrived, Averaging, all_finite
+from local_sgd.rule import Part
+
+BITS = {"int8": 8, "int4": 4}
+
+
+@runtime_checkable
+class Sparsifier(Protocol):
+    """Compressor with error feedback, such as `sparse_compress.ErrorFeedback`; every name has a residual of its own.
+
+    Its law: what is sent, plus the residual afterwards, equals what was given, plus the residual before.
+    """
+
+    def compress(self, name: str, delta: Tensor, /) -> Any:
+        """Selects what to send of a 1-D tensor plus the residual of that name; the residual keeps the rest."""
+
+    def restore(self, name: str, dropped: Any, /) -> None:
+        """Adds to the residual what a sum over ranks dropped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All residuals."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Restores the residuals."""
+
+
+Compress: TypeAlias = str | Sparsifier | None
+Allreduce: TypeAlias = Callable[[Any, Communicator], Any]
+"""allreduce(sent, comm): sum over ranks of what a `Sparsifier` sends, or a `Work` of it, which then runs while
+`StreamingDiLoCo` computes. `.total` is dense, or has `to_dense()`; `.dropped` is for `Sparsifier.restore`, or None."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Compression that a user asked for.
+
+    compress: "int8", "int4", a `Sparsifier`, which takes an allreduce, or None: nothing is compressed.
+
+    Raises:
+        TypeError: `compress` is of another type, or a compressor without an allreduce.
+        ValueError: `compress` is another word, or there is an allreduce but no compressor.
+    """
+
+    compress: Compress = None
+    allreduce: Allreduce | None = None
+
+    def __post_init__(self) -> None:
+        plain = self.compress is None or isinstance(self.compress, str)
+        if not (self.compress is None or self.compress in BITS if plain else isinstance(self.compress, Sparsifier)):
+            raise (ValueError if plain else TypeError)(
+                f"compress is {self.compress!r}, expected None, one of {tuple(BITS)}, or a compressor with error "
+                "feedback: compress(name, delta), restore(name, dropped), state_dict() and load_state_dict()"
+            )
+        if plain and self.allreduce is not None:
+            raise ValueError(f"allreduce sums what a compressor sends, but compress is {self.compress!r}: leave it out")
+        if not plain and not callable(self.allreduce):
+            raise TypeError(
+                f"allreduce is {self.allreduce!r}, but compress is a compressor: give the sum of what it sends, "
+                "allreduce(sent, comm), which returns .total and .dropped"
+            )
+
+    def __bool__(self) -> bool:
+        return self.compress is not None
+
+    def __repr__(self) -> str:
+        """Text that is the same on every rank."""
+        return str(self.compress) if isinstance(self.compress, str | None) else type(self.compress).__name__
+
+    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> RoundedSum | SparseSum | None:
+        """Compressed sum of these parts over ranks; None without compression."""
+        if self.compress is None:
+            return None
+        if isinstance(self.compress, str):
+            return RoundedSum(parts, BITS[self.compress], comm, what)
+        assert self.allreduce is not None
+        return SparseSum(parts, self.compress, self.allreduce, comm)
+
+
+@dataclass
+class Launched:
+    """Vector under way: its part, what was given, what was sent, and the result."""
+
+    part: Part
+    given: Tensor
+    sent: Any
+    work: Work[Any] | None
+    result: Any = None
+
+    def wait(self) -> Any:
+        """Waits for the result and returns it."""
+        if self.work is not None:
+            self.result = self.work.wait()
+        return self.result
+
+
+class RoundedSum:
+    """Sum over ranks rounded to 8 or 4 bits an element (`quantised_allreduce`), with a residual for each part.
+
+    Residuals hold the error of float64 in float32, too. carries_nan: a NaN reaches every rank, in its own block.
+    """
+
+    carries_nan: ClassVar[bool] = True
+    kind: ClassVar[str] = "rounded"
+
+    def __init__(self, parts: Sequence[Part], bits: int, comm: Communicator, what: str) -> None:
+        self._parts, self._bits, self._comm, self._what = parts, bits, comm, what
+        self._residuals = {id(part): torch.zeros_like(part.gather()) for part in parts}
+
+    def launch(self, part: Part, x: Tensor) -> Launched:
+        """Starts the sum of x plus the part's residual; takes x over."""
+        x += self._residuals[id(part)]
+        single = x.float()
+        facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
+        schedule = schedules.quantised_allreduce(single, self._comm.rank, self._comm.size, bits=self._bits)
+        return Launched(part, x, single, start(schedule, self._comm, facts=facts, device=x.device))
+
+    def total(self, launched: Launched) -> Tensor:
+        """Waits for the sum and returns it."""
+        total: Tensor = launched.wait().total
+        return total.to(launched.given.dtype)
+
+    def feed_back(self, launched: Launched, *, applied: bool) -> None:
+        """Updates the residual; if the total is not applied, the old one stays, and nothing is lost."""
+        if applied:
+            dropped = launched.wait().dropped
+            self._residuals[id(launched.part)] = (launched.given - launched.sent).add_(dropped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All residuals, by parameter."""
+        return {name: view for part in self._parts for name, view in part.by_name(self._residuals[id(part)]).items()}
+
+    def check(self, residuals: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state that does not fit."""
+        saved, own = ({(name, tuple(t.shape)) for name, t in held.items()} for held in (residuals, self.state_dict()))
+        if saved != own:
+            raise ValueError(
+                f"residuals: only the checkpoint, or only the model, has (name, shape) {sorted(saved ^ own)}"
+            )
+
+    def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
+        """Restores residuals that `check` accepted."""
+        for name, view in self.state_dict().items():
+            view.copy_(residuals[name])
+
+
+class SparseSum:
+    """Sum over ranks by a given compressor, which keeps the residuals, and a given allreduce."""
+
+    carries_nan: ClassVar[bool] = False
+    kind: ClassVar[str] = "sparse"
+
+    def __init__(self, parts: Sequence[Part], sparsifier: Sparsifier, allreduce: Allreduce, comm: Communicator) -> None:
+        self._cut = [[list(part.names), part.bucket.numel] for part in parts]
+        self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
+
+    def launch(self, part: Part, x: Tensor) -> Launched:
+        """Starts the sum of x plus the part's residual; takes x over."""
+        with tracing.labelled("select"):
+            sent = self._sparsifier.compress(part.names[0], x)
+        summed = self._allreduce(sent, self._comm)
+        work = summed if isinstance(summed, Work) else None
+        return Launched(part, x, sent, work, summed)
+
+    def total(self, launched: Launched) -> Tensor:
+        """Waits for the sum and returns it."""
+        summed = launched.wait()
+        total: Tensor = summed.total if isinstance(summed.total, Tensor) else summed.total.to_dense()
+        if total.numel() != launched.given.numel():
+            raise ValueError(
+                f"allreduce gave a total of {total.numel()} elements for a change of {launched.given.numel()}"
+            )
+        return total.reshape(-1).to(launched.given)
+
+    def feed_back(self, launched: Launched, *, applied: bool) -> None:
+        """Updates the residual; if the total is not applied, all that was sent goes back, and nothing is lost."""
+        back = launched.result.dropped if applied else launched.sent
+        if back is not None:
+            with tracing.labelled("restore"):
+                self._sparsifier.restore(launched.part.names[0], back)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the compressor, and the number of its tensors, because a loader may leave some out.
+
+        The cut is saved too: residuals are by part, because a compressor selects among all elements of one.
+        """
+        held = self._sparsifier.state_dict()
+        return {"sparsifier": held, "tensors": _tensors(held), "cut": self._cut}
+
+    def check(self, residuals: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state that does not fit."""
+        if sorted(residuals["cut"]) != sorted(self._cut):
+            raise ValueError(
+                "the compressor's residuals are by vector, and those were cut otherwise: make the optimizer with the "
+                f"same bucket_bytes and fragments; the state is of {_vectors(residuals['cut'])}, this of "
+                f"{_vectors(self._cut)} elements"
+            )
+        if (found := _tensors(residuals["sparsifier"])) != residuals["tensors"]:
+            raise ValueError(
+                f"the compressor's state had {residuals['tensors']} tensors and has {found}: "
+                "torch.distributed.checkpoint loads only what the state given to it holds; take a block of steps "
+                "before, or load the whole file"
+            )
+
+    def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
+        """Restores residuals that `check` accepted."""
+        self._sparsifier.load_state_dict(residuals["sparsifier"])
+
+
+class CompressedAveraging(Averaging):
+    """Computes z + Σ w·(x − z) / Σ w, the sum being compressed, with its residuals, and the weights w exact.
+
+    z is the first anchor of each part, the same bits on all ranks. Residuals are in units of the sum. A rank of
+    weight 0 sends its residual.
+    """
+
+    def __init__(
+        self, comm: Communicator, what: str, parts: Sequence[Part], anchor: str, sums: RoundedSum | SparseSum
+    ) -> None:
+        super().__init__(comm, what, native=False)
+        self._parts, self._anchor, self._sums = parts, anchor, sums
+        self._launched: list[Launched] = []
+        self._head: Work[Tensor] | None = None
+        self._began = 0.0
+
+    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
+        self.launch(vectors, weight, finished=finished)
+        return self.arrived()
+
+    def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
+        """Starts the exchange; a sum that does not run in the background is waited for here."""
+        with self._keeping_errors():
+            self._arrived, self._began = None, self._comm.clock()
+            spoilt = False
+            for part, x in zip(self._parts, vectors, strict=True):
+                change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
+                if not self._sums.carries_nan and not all_finite(change):
+                    spoilt = True
+                    change.zero_()  # or it would stay in a residual
+                self._launched.append(self._sums.launch(part, change))
+            self._head = self._start_head(float("nan") if spoilt else weight, finished)
+            self._waited += self._comm.clock() - self._began
+
+    def _start_head(self, weight: float, finished: bool) -> Work[Tensor]:
+        head = torch.tensor([weight, float(not finished)], dtype=torch.float64)
+        schedule = schedules.allreduce(head, self._comm.rank, self._comm.size)
+        facts = (
+            f"{self._what}.average(){self._since}: weights{self.alike()} "
+            "(all ranks call it alike; one with fewer batches ends with finish())"
+        )
+        self._since = ""
+        return start(schedule, self._comm, facts=facts, device=head.device)
+
+    def _is_under_way(self) -> bool:
+        return bool(self._launched)
+
+    def _take(self) -> Arrived:
+        assert self._head is not None
+        came = self._comm.clock()
+        weight, unfinished = self._head.wait().tolist()
+        totals = [self._sums.total(each) for each in self._launched]
+        launched, self._launched = self._launched, []  # only now, see `Averaging`
+        now = self._comm.clock()
+        self._waited += now - came
+        works = [work for work in (self._head, *(each.work for each in launched)) if work is not None]
+        self._under_way += max(work.ended or now for work in works) - self._began
+        applied = bool(weight) and all(map(all_finite, totals))
+        for each in launched:
+            self._sums.feed_back(each, applied=applied)
+        if not weight:
+            return Arrived([], 0.0, int(unfinished))
+        means = [each.part[self._anchor] + total / weight for each, total in zip(launched, totals, strict=True)]
+        return Arrived(means, weight, int(unfinished))
+
+
+def _vectors(cut: list[Any]) -> str:
+    return ", ".join(f"{names} of {numel}" for names, numel in cut)
+
+
+def _tensors(node: Any) -> int:
+    if isinstance(node, Mapping):
+        return sum(map(_tensors, node.values()))
+    return int(isinstance(node, Tensor))

@@ -1,0 +1,184 @@
+"""Rule of periodic averaging: the state that an algorithm keeps of each part of a model, and its equation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+from communicators import Bucket
+from torch import Tensor
+
+
+@dataclass
+class Part:
+    """Parameters of one group, dtype and device as one vector x of at least 32 bits an element.
+
+    Attributes:
+        names: Names of the parameters.
+        tensors: Parameters.
+        bucket: Places of the parameters in the vector.
+        group: Number of the optimizer's parameter group.
+        kept: The rule's state between boundaries, by name; `part["anchor"]` is short for it.
+        remainder: Rounding error of x in parameters of fewer bits, which belongs to x; None where there is none.
+        weight: Sum over ranks in the mean at this boundary; of ranks that gave one, where they are not weighted.
+        rate: The group's learning rate at this boundary; NaN where it has none.
+        last_rate: The learning rate at the last boundary.
+    """
+
+    names: list[str]
+    tensors: list[Tensor]
+    bucket: Bucket
+    group: int
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    remainder: Tensor | None = None
+    weight: float = 0.0
+    rate: float = math.nan
+    last_rate: float = 0.0
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.kept[name]
+
+    def gather(self) -> Tensor:
+        """Copies x out of the parameters."""
+        x = self.bucket.gather(self.tensors)
+        return x if self.remainder is None else x.add_(self.remainder)
+
+    def put(self, x: Tensor) -> None:
+        """Copies x into the parameters."""
+        self.show(x)
+        if self.remainder is not None:
+            self.remainder = x - self.bucket.gather(self.tensors)
+
+    def show(self, x: Tensor) -> None:
+        """Copies x into the parameters for a while only: its rounding error is forgotten."""
+        self.bucket.scatter(x, self.tensors)
+
+    def draft(self) -> Part:
+        """Copies the part with its state, which may then be changed without consequence."""
+        return replace(self, kept={name: flat.clone() for name, flat in self.kept.items()})
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a vector, by parameter."""
+        return dict(zip(self.names, self.bucket.views(flat), strict=True))
+
+
+class Rule:
+    """Base class of rules, which are dataclasses; each says what it keeps, and what happens at a boundary.
+
+        @dataclass
+        class Halfway(Rule):
+            '''x ← z ← (1 − a)·z + a·x̄'''
+
+            a: float = 0.5
+            anchors = ("anchor",)
+
+            def boundary(self, part, x, mean):
+                return part["anchor"].lerp_(mean, self.a)
+
+    The fields of the dataclass are settings that ranks must share.
+
+    Attributes:
+        anchors: Names of state that begins as x, and equals the model once all is drained; the first one is the model.
+        momenta: Names of state that begins at zero.
+        overlaps: Whether the mean at a boundary is of what the last boundary returned, which travels meanwhile.
+        mean_is_model: Whether the model is the mean over ranks, rather than the first anchor.
+        needs_rate: Whether parameter groups must have an "lr", whose mean over ranks is `part.rate`.
+    """
+
+    anchors: tuple[str, ...] = ()
+    momenta: ClassVar[tuple[str, ...]] = ()
+    overlaps: ClassVar[bool] = False
+    mean_is_model: ClassVar[bool] = False
+    needs_rate: ClassVar[bool] = False
+
+    def prepare(self, size: int) -> None:
+        """Fills in settings that depend on the number of ranks.
+
+        Args:
+            size: Number of ranks.
+
+        Raises:
+            ValueError: A setting does not fit that number.
+        """
+
+    def begin(self, parts: Sequence[Part], names: Sequence[str]) -> None:
+        """Starts whatever the rule keeps beside anchors and momenta, which are in the parts already.
+
+        Args:
+            parts: All parameters that are exchanged together.
+            names: Their names, in the model's order.
+        """
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """Applies the equation to some of the parameters; updates the state in `part`, and may change x.
+
+        Args:
+            part: Some of the parameters, flat, with the rule's state of them.
+            x: This rank's parameters, a copy.
+            mean: Mean over ranks of x or, where the rule overlaps, of what the last boundary returned.
+
+        Returns:
+            x after the boundary; it may be state of `part` too, because it is copied.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no boundary()")
+
+    def apply(self, parts: Sequence[Part], xs: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
+        """Applies `boundary` to all parts; for rules that must see all of them before any can go on.
+
+        Args:
+            parts: All parameters that are exchanged together.
+            xs: This rank's, copies.
+            means: Their means.
+
+        Returns:
+            x after the boundary, of each part.
+        """
+        return [self.boundary(*each) for each in zip(parts, xs, means, strict=True)]
+
+    def depart(self, part: Part, x: Tensor) -> Tensor:
+        """Replaces `boundary` of an overlapping rule where no mean comes: at the beginning and after a drain.
+
+        Args:
+            part: Some of the parameters, as in `boundary`.
+            x: This rank's parameters, a copy.
+
+        Returns:
+            x after the boundary.
+        """
+        del part
+        return x
+
+    def gain(self) -> float:
+        """Factor by which momentum over blocks multiplies a steady change; 0 without such momentum."""
+        return 0.0
+
+    def alike(self) -> str:
+        """Text that must be the same on all ranks at every exchange, such as an outer optimizer's rates."""
+        return ""
+
+    def shared(self) -> dict[str, Any]:
+        """Settings that ranks must share, by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.repr}  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """State beside anchors and momenta, by names of its own."""
+        return {}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Checks a saved state, and changes nothing.
+
+        Args:
+            state: Result of `state_dict`, among other keys.
+
+        Raises:
+            ValueError: The state does not fit.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a state that `check` accepted.
+
+        Args:
+            state: Result of `state_dict`, among other keys.
+        """

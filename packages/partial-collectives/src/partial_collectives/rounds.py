@@ -1,0 +1,341 @@
+"""Drives the protocol on one rank: signals and collectives in, rounds out, beside whatever the rank computes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from functools import partial
+from typing import Any, cast
+
+from communicators import Attempt, CollectiveError, Communicator, Schedule, start
+from torch import Tensor
+
+from partial_collectives.collective import Ended, partial_round, recovery
+from partial_collectives.deposits import Deposits, weighted_copy
+from partial_collectives.protocol.events import Action, Header, Join, Kind, LeftOut, Recover, Signal, Stage
+from partial_collectives.protocol.machine import Machine
+from partial_collectives.protocol.rules import Rules
+from partial_collectives.pulse import Pulse
+from partial_collectives.result import PartialResult
+from partial_collectives.stragglers import Arrivals, Lateness
+
+KINDS = 16
+MOST_BEGAN = 21
+
+
+class Between(IntEnum):
+    """Signals between ranks beside the protocol's.
+
+    OVER, GRACE_OVER: to itself, that a round's collective or a grace is over. LIVES, LIVE: whether a rank lives, and
+    that it does. CLOSES: that it closes.
+    """
+
+    OVER = 4
+    GRACE_OVER = 5
+    LIVES = 6
+    LIVE = 7
+    CLOSES = 8
+
+
+class Together(Attempt):
+    """A round's collective as a call of all ranks of the communicator, which waits for slow ones.
+
+    A death fails it on all ranks alike.
+    """
+
+    lost = None
+
+    def __init__(self, schedule: Schedule[Any], comm: Communicator, facts: str) -> None:
+        self._value: Any = None
+        self._work = start(self._kept(schedule), comm, facts=facts, timeout=math.inf)
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """Error of the call, the same on all ranks; None while it has not failed."""
+        return self._work.error
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        self._work.when_over(callback)
+
+    def cancel(self) -> None:
+        """Raises NotImplementedError: all ranks make the communicator's calls, and none can leave one alone."""
+        raise NotImplementedError("a call of all ranks cannot be left by one")
+
+    def _kept(self, schedule: Schedule[Any]) -> Schedule[None]:
+        self._value = yield from schedule
+
+
+class PartialRounds:
+    """Rounds of a partial allreduce on one rank.
+
+    Everything that happens comes as a signal, also that the collective of a round is over, and is dealt with by one
+    thread at a time: by the process's background engine, or by the loop of a simulated world.
+    like: 1-D tensors in host memory, where all of this takes place. seconds_of_grace: how long a round waits once its
+    quorum is there. results: rounds that were not taken yet; totals are lists of 1-D tensors. began: when this rank
+    entered the last rounds, by the communicator's clock. shrinks: whether the others go on where a rank has died.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        rules: Rules,
+        like: Sequence[Tensor],
+        seconds_of_grace: Callable[[], float],
+        facts: str,
+        *,
+        shrinks: bool = False,
+    ) -> None:
+        self.machine, self.deposits = Machine(comm.rank, comm.size, rules), Deposits(like)
+        self.results: deque[PartialResult] = deque()
+        self.lateness = Lateness(comm.size)
+        self.began: deque[float] = deque(maxlen=MOST_BEGAN)
+        self._arrivals = Arrivals()
+        self._comm, self._facts, self._seconds_of_grace = comm, facts, seconds_of_grace
+        self._lock = threading.RLock()
+        self._shrinks, self._left_out = shrinks, ""
+        self._collective: Attempt | None = None
+        self._number = 0  # of this rank's collectives, so that what one says is not taken for the next one's word
+        self._brought: Deposits | None = None  # to the round under way
+        self._last: Ended | None = None  # which those may lack that have not ended it when another rank dies
+        self._at_meeting: dict[str, Any] | None = None  # the machine's state
+        self._graced = -1
+        self._others = frozenset(range(comm.size)) - {comm.rank}
+        self._answered: set[int] = set()
+        self._closing = frozenset[int]()
+        self._data = None if shrinks else comm.duplicate()
+        with self._lock:  # signals of faster ranks may come before this one has returned
+            self._signals = comm.signals(self._on_signal)
+
+    def deposit(self, tensors: Sequence[Tensor], weight: float) -> None:
+        """Gives a gradient, which the next round that this rank enters takes."""
+        copies, finite = weighted_copy(tensors, weight)
+        with self._lock:
+            self._check()
+            self._at_meeting = None
+            self._arrivals.arrived(self._comm.clock())
+            self.deposits.add(copies, weight, finite)
+            self._do(self.machine.deposited(behind=bool(self.results)))
+
+    def rest(self, stage: Stage) -> None:
+        """Notes that this rank has no more steps for now, or none at all."""
+        with self._lock:
+            self._check()
+            self._at_meeting = None
+            self._do(self.machine.rested(stage))
+
+    def wait(self, over: Callable[[], bool]) -> None:
+        """Waits until a condition holds, looked at after every signal; raises what has gone wrong meanwhile.
+
+        A slow rank is waited for as long as it takes, but its engine must answer.
+        """
+        pulse = Pulse(self._comm.timeout, lambda peer: self._signals.send(peer, Between.LIVES), self._answered)
+        while True:
+            try:
+                self._signals.wait_until(lambda: self._looks(over), pulse.seconds)
+                return self._check()
+            except TimeoutError:
+                if self._comm.size == 1:
+                    raise
+                if in_vain := pulse.feel(self._others - self._gone(), self._waits()):
+                    self._signals.fail(in_vain)
+
+    def take(self, *, meeting: int | None = None) -> list[PartialResult]:
+        """Rounds that are over and were not taken yet; up to the meeting of this number, once that has been."""
+        with self._lock:
+            met = meeting is not None and self.machine.meetings >= meeting
+            taken = [result for result in self.results if not met or result.round <= self.machine.met]
+            self.results = deque(list(self.results)[len(taken) :])
+        return taken
+
+    def give_up(self, why: str) -> None:
+        """Gives up this rank: all others raise why, unless something else went wrong before, or go on without it."""
+        if self._shrinks:
+            self._signals.leave(why)
+            self._abandon()  # afterwards: nobody hears here any more that it is over
+        else:
+            self._signals.fail(why)
+
+    def close(self) -> None:
+        """Ends signals and collectives, on all ranks; after the last round, and once all ranks have come to it."""
+        self._signals.send_all(Between.CLOSES)
+        self.wait(lambda: self._others <= self._closing | self._gone())
+        if self._shrinks:
+            self._abandon()
+        self._signals.close()
+        if self._data is not None:
+            self._data.close()
+
+    def state(self) -> dict[str, Any]:
+        """State between two rounds: as of the last meeting, where this rank has given nothing since, else now."""
+        self.wait(lambda: self._at_meeting is not None or (not self.machine.joined and not self.machine.recovering))
+        with self._lock:
+            if self._at_meeting is not None:  # others may have gone on, and rounds with them
+                return {"machine": dict(self._at_meeting), "deposits": self.deposits.state(), "results": []}
+            results = [dict(vars(result)) for result in self.results]
+            return {"machine": self.machine.state(), "deposits": self.deposits.state(), "results": results}
+
+    def restore(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
+        """Restores what `state` gave, before the first round. joins: a peer's state, whose deposits stay there."""
+        with self._lock:
+            if joins:
+                self.machine.restore({**state["machine"], "holds": False, "stage": Stage.RUNNING})
+            else:
+                self.machine.restore(state["machine"])
+                self.deposits.restore(state["deposits"])
+            self.results = deque(PartialResult(**result) for result in state["results"])
+
+    def _on_signal(self, source: int, value: int) -> None:
+        round_, kind = divmod(value, KINDS)
+        self._answered.add(source)
+        with self._lock:
+            if kind == Between.OVER:
+                if round_ == self._number:
+                    self._collective_over()
+            elif kind == Between.GRACE_OVER:
+                self._do(self.machine.grace_over(round_))
+            elif kind == Between.LIVES:
+                self._signals.send(source, Between.LIVE)
+            elif kind == Between.CLOSES:
+                self._closing |= {source}
+            elif kind != Between.LIVE:
+                self._do(self.machine.heard(source, Kind(kind), round_))
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Signal):
+                self._signals.send(action.peer, KINDS * action.round + action.kind)
+            elif isinstance(action, Join):
+                self._join(action)
+            elif isinstance(action, Recover):
+                self._recover(action)
+            elif isinstance(action, LeftOut):
+                self._left_out = f"rank {self._comm.rank} was left out: others have lost the connection to it"
+            elif self._graced != action.round:
+                self._graced = action.round
+                self._signals.remind(self._seconds_of_grace(), KINDS * action.round + Between.GRACE_OVER)
+
+    def _join(self, join: Join) -> None:
+        self.began.append(self._comm.clock())
+        late, late_round = self._arrivals.began(join.round, self.began[-1], fresh=join.fresh)
+        taken = self._brought = self.deposits
+        self.deposits = Deposits(taken.like)
+        header = Header(
+            join.stage, join.contributes, join.fresh, taken.weight, taken.count, taken.finite, late, late_round
+        )
+        position, size = self._position()
+        schedule = partial_round(header, taken.tensors, taken.like, position, size)
+        self._begin(schedule, f"round {join.round}")
+
+    def _abandon(self) -> None:
+        """Cancels the collective under way, whose end is of no use to this rank any more."""
+        if self._collective is not None:
+            self._collective.cancel()
+
+    def _recover(self, recover: Recover) -> None:
+        self._abandon()
+        (position, size), ended = self._position(), self.machine.round
+        self._begin(recovery(ended, self._last, self._comm.size, self.deposits.like, position, size), "what is over")
+
+    def _position(self) -> tuple[int, int]:
+        """Position of this rank among those that are left, and their number."""
+        return sorted(self.machine.members).index(self._comm.rank), len(self.machine.members)
+
+    def _begin(self, schedule: Schedule[Any], what: str) -> None:
+        members = sorted(self.machine.members)
+        self._number += 1
+        if self._data is None:
+            self._collective = self._signals.attempt(schedule, members, facts=f"{self._facts}: {what} of {members}")
+        else:
+            self._collective = Together(schedule, self._data, self._facts)
+        self._collective.when_over(partial(self._tell_over, self._number))
+
+    def _tell_over(self, number: int) -> None:
+        with suppress(CollectiveError):  # they have failed already
+            self._signals.send(self._comm.rank, KINDS * number + Between.OVER)
+
+    def _collective_over(self) -> None:
+        collective = cast(Attempt, self._collective)
+        if collective.lost is not None:
+            self._do(self.machine.gone(collective.lost))
+        elif collective.error is not None:
+            raise CollectiveError(str(collective.error)) from collective.error
+        elif not self.machine.recovering:
+            self._end_round(self._of_all(*collective.value), self.machine.completed)
+        elif collective.value is not None:
+            self._end_round(collective.value, self.machine.recovered)
+        else:
+            if self.machine.joined and self._brought is not None:
+                self.deposits.put_back(self._brought)
+            self._brought = None
+            self._do(self.machine.recovered(None))
+
+    def _of_all(self, headers: Sequence[Header], totals: list[Tensor]) -> Ended:
+        """Headers of all ranks, also of those that are gone, and the totals."""
+        of = dict(zip(sorted(self.machine.members), headers, strict=True))
+        return [of.get(rank, Header(Stage.GONE)) for rank in range(self._comm.size)], totals
+
+    def _end_round(self, ended: Ended, tell: Callable[[Sequence[Header]], list[Action]]) -> None:
+        headers, totals = ended
+        round_, self._brought = self.machine.round, None
+        if self._shrinks:
+            self._last = headers, [total.clone() for total in totals]  # the user may change what he gets
+        meetings = self.machine.meetings
+        actions = tell(headers)
+        if self.machine.meetings > meetings and not self.machine.over:
+            self._at_meeting = self.machine.state()
+        self.lateness.record(headers)
+        if totals:
+            self.results.append(self._result(round_, headers, totals))
+        self._do(actions)
+
+    def _result(self, round_: int, headers: Sequence[Header], totals: list[Tensor]) -> PartialResult:
+        def who(says: Callable[[Header], bool]) -> tuple[int, ...]:
+            return tuple(rank for rank, header in enumerate(headers) if says(header))
+
+        return PartialResult(
+            total=totals,
+            round=round_,
+            contributors=who(lambda header: header.contributes),
+            fresh=who(lambda header: header.fresh),
+            staleness=tuple(self.machine.missed),
+            deposits=sum(header.deposits for header in headers),
+            weight=sum(header.weight for header in headers),
+            nonfinite=who(lambda header: not header.finite),
+            members=who(lambda header: header.stage is not Stage.GONE),
+        )
+
+    def _gone(self) -> frozenset[int]:
+        """Ranks that have departed, or are gone as others tell."""
+        return self._signals.departed | self._others - self.machine.members
+
+    def _looks(self, over: Callable[[], bool]) -> bool:
+        """Whether the condition holds, or waiting is in vain. A rank that has departed and has not closed is gone.
+
+        Without `shrinks` such a rank is waited for in the round's collective, which fails alike on all ranks.
+        """
+        with self._lock:
+            gone = self._signals.departed - self._closing
+            if self._shrinks:
+                for rank in sorted(gone):
+                    self._do(self.machine.gone(rank))
+            elif gone and not self.machine.over and not self.machine.joined:
+                self._do(self.machine.heard(self._comm.rank, Kind.BEGIN, self.machine.round))
+            return bool(self._left_out) or over()
+
+    def _check(self) -> None:
+        self._signals.check()
+        if self._left_out:
+            raise CollectiveError(self._left_out)
+
+    def _waits(self) -> str:
+        machine = self.machine
+        whom = "all others to end it" if machine.joined else f"rank {machine.coordinator} to begin it"
+        return f"rank {machine.rank} waits in partial round {machine.round} for {whom}"

@@ -1,1 +1,0 @@
-"""Engine of the protocol on real and simulated ranks: signals, collectives, and what has accumulated."""

@@ -1,1 +1,0 @@
-"""How sparse vectors and whole gradients travel between ranks."""

@@ -1,0 +1,217 @@
+"""Sparse vectors taken apart and put together: some of the entries of one, and several vectors' entries as one.
+
+For algorithms that cut vectors into blocks, or send parts of them: ``from sparse_compress import vectors``. What
+`merge`, `add` and `share` do stands in ``merge``.
+"""
+
+from collections.abc import Iterable, Sequence
+from ctypes import memmove
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_compress.arguments import integer
+from sparse_compress.magnitude import magnitude_keys, positions
+from sparse_compress.native.library import SCRATCH, SLACK, Pieces, kernels
+from sparse_compress.vector import SparseVector, check_entries
+
+__all__ = [
+    "check_entries",
+    "compact",
+    "copied_runs",
+    "join",
+    "larger",
+    "of_entries",
+    "pad",
+    "split",
+    "take",
+    "where",
+    "without",
+]
+
+
+def of_entries(indices: Tensor, values: Tensor, numel: int) -> SparseVector:
+    """``SparseVector(indices, values, numel)``, trusted to be one, so that nothing is read back from a GPU.
+
+    Args:
+        indices: int32, (k,), strictly increasing, each in [0, numel).
+        values: (k,), float32 or float64.
+        numel: Elements of the whole vector.
+    """
+    sparse = SparseVector.allocate(len(indices), numel, values.dtype, values.device)
+    sparse.indices.copy_(indices)
+    sparse.values.copy_(values)
+    return sparse
+
+
+def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
+    """Entries that a mask chooses; their number is read back from the device.
+
+    Args:
+        sparse: Vector.
+        chosen: bool, (k,).
+    """
+    places = positions(chosen)
+    if len(places) == len(sparse):
+        return sparse
+    taken = SparseVector.allocate(len(places), sparse.numel, sparse.dtype, sparse.device)
+    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
+        torch.index_select(part, 0, places, out=out)
+    return taken
+
+
+def larger(sparse: SparseVector, key: int, ties: int = 0) -> SparseVector:
+    """Entries whose magnitude's key is larger, and the first ``ties`` of those equal to it.
+
+    Works on a device too, from which their number is read back. Returns the vector itself if that is all of them.
+
+    Args:
+        sparse: Vector.
+        key: Magnitude as an integer (`magnitude_keys`).
+        ties: Number of entries with that very key.
+    """
+    if key < 0:
+        return sparse
+    if len(sparse) and kernels(sparse):
+        room = len(sparse) + SLACK
+        indices = SCRATCH.of(16 * room)
+        values, others = indices + 4 * room, indices + 8 * room
+        count = kernels().sc_filter(*sparse.addresses, len(sparse), key, ties, indices, values, others)
+        return sparse if count == len(sparse) else copied_runs([(indices, values, count)], sparse)
+    keys = magnitude_keys(sparse.values)
+    chosen = keys > key
+    if ties:
+        tied = keys == key
+        chosen |= tied & (tied.cumsum(0) <= ties)
+    return where(sparse, chosen)
+
+
+def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
+    """Entries whose index the other vector does not have; their number is read back from the device.
+
+    Args:
+        sparse: Vector.
+        other: Another of the same dtype.
+    """
+    if len(sparse) and kernels(sparse):
+        pieces = SCRATCH.pieces(len(sparse) + len(other))
+        entries = kernels().sc_without(*sparse.addresses, len(sparse), other.addresses[0], len(other), *pieces[:3])
+        return joined(pieces, entries, sparse)
+    return where(sparse, ~torch.isin(sparse.indices, other.indices))
+
+
+def pad(vector: SparseVector, count: int) -> SparseVector:
+    """Pads ``vector`` to exactly ``count`` entries: explicit zeros are added at the lowest unused indices.
+
+    Args:
+        vector: Vector of fewer entries, or as many.
+        count: Number of entries afterwards.
+
+    Raises:
+        ValueError: Not len(vector) ≤ count ≤ numel.
+    """
+    count = integer(count, "count", expected="the number of entries")
+    if not len(vector) <= count <= vector.numel:
+        raise ValueError(f"count is {count}, expected {len(vector)} (entries) … {vector.numel} (numel)")
+    if count == len(vector):
+        return vector
+    everything = torch.ones(len(vector), dtype=torch.bool, device=vector.device)
+    return compact(vector.indices, vector.values, everything, count, vector.numel)
+
+
+def compact(indices: Tensor, values: Tensor, picked: Tensor, count: int, numel: int) -> SparseVector:
+    """Entries that are ``picked``, and explicit zeros at the lowest unused indices: exactly ``count``.
+
+    Plain torch on any device, deterministic; nothing is read back.
+
+    Args:
+        indices: int32, (m,), increasing where picked.
+        values: (m,).
+        picked: bool, (m,); at most count ≤ numel are True, which is trusted.
+        count: Number of entries.
+        numel: Elements of the whole vector.
+    """
+    near = torch.where(picked, indices, count).clamp_(max=count).long()
+    unused = picked.new_ones(count + 1).index_fill_(0, near, False)
+    # Enough of the first `count` indices are unused, because at most as many are used as entries are picked. A zero is
+    # at the place of its index, because all places before it are taken; an entry comes after the zeros before it.
+    zeros_up_to = unused.cumsum(0).clamp_(max=count - picked.sum())
+    places = torch.where(picked, picked.cumsum(0) + zeros_up_to[near], 0)  # from 1; what is not picked goes to 0
+    all_indices = torch.arange(-1, count, dtype=torch.int32, device=indices.device).index_copy_(0, places, indices)
+    all_values = values.new_zeros(count + 1).index_copy_(0, places, values)
+    return of_entries(all_indices[1:], all_values[1:], numel)
+
+
+def take(sparse: SparseVector, runs: Sequence[slice]) -> SparseVector:
+    """Entries at these positions, in this order.
+
+    Args:
+        sparse: Vector.
+        runs: Positions from … to, increasing.
+    """
+    if sparse.is_cpu:
+        (indices, values), width = sparse.addresses, sparse.dtype.itemsize
+        return copied_runs([(indices + 4 * r.start, values + width * r.start, r.stop - r.start) for r in runs], sparse)
+    taken = SparseVector.allocate(sum(run.stop - run.start for run in runs), sparse.numel, sparse.dtype, sparse.device)
+    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
+        torch.cat([part[run] for run in runs], out=out)
+    return taken
+
+
+def split(sparse: SparseVector, bounds: Sequence[tuple[int, int]]) -> list[SparseVector]:
+    """Entries in each block; how many they are is read back from the device.
+
+    Args:
+        sparse: Vector.
+        bounds: [low, high) of every block of the index range, in order and without gaps.
+    """
+    edges = torch.tensor([low for low, _ in bounds] + [bounds[-1][1]], dtype=torch.int32)
+    if sparse.is_cpu:
+        places = np.searchsorted(sparse.indices.numpy(), edges.numpy()).tolist()
+    else:
+        places = torch.searchsorted(sparse.indices, edges.to(sparse.device)).tolist()
+    return [take(sparse, [slice(*run)]) for run in pairwise(places)]
+
+
+def join(vectors: Sequence[SparseVector]) -> SparseVector:
+    """Entries of all vectors in one.
+
+    Args:
+        vectors: At least one; each has higher indices than the one before.
+    """
+    like = vectors[0]
+    if like.is_cpu:
+        return copied_runs([(*vector.addresses, len(vector)) for vector in vectors], like)
+    whole = SparseVector.allocate(sum(map(len, vectors)), like.numel, like.dtype, like.device)
+    torch.cat([vector.indices for vector in vectors], out=whole.indices)
+    torch.cat([vector.values for vector in vectors], out=whole.values)
+    return whole
+
+
+def copied_runs(runs: Iterable[tuple[int, int, int]], like: SparseVector) -> SparseVector:
+    """Vector on a CPU of runs of entries, which are copied.
+
+    By the C library: a tenth of what torch takes for a few thousand.
+
+    Args:
+        runs: Address of the indices, address of the values, and number of entries of each.
+        like: Vector of its numel and dtype.
+    """
+    runs = list(runs)
+    vector = SparseVector.allocate(sum(count for *_, count in runs), like.numel, like.dtype, like.device)
+    (indices, values), width = vector.addresses, vector.dtype.itemsize
+    for from_indices, from_values, count in runs:
+        memmove(indices, from_indices, 4 * count)
+        memmove(values, from_values, width * count)
+        indices, values = indices + 4 * count, values + width * count
+    return vector
+
+
+def joined(pieces: Pieces, entries: int, like: SparseVector) -> SparseVector:
+    """Vector of the entries in pieces."""
+    vector = SparseVector.allocate(entries, like.numel, like.dtype, like.device)
+    kernels().sc_join(*pieces[:3], *vector.addresses)
+    SCRATCH.trim()
+    return vector
