@@ -81,3 +81,11 @@ def test_overviews_leave_no_package_and_no_guide_out():
     for guide in sorted(ROOT.glob("docs/guides/*.md")):
         assert f"](docs/guides/{guide.name})" in readme
         assert f"guides/{guide.name}" in nav
+
+
+def test_the_ways_through_the_code_name_files_that_there_are():
+    sources = [*ROOT.glob("packages/*/src"), *ROOT.glob("apps/*/src")]
+    ways = (ROOT / "docs" / "how-it-works.md").read_text().partition("## Three ways")[2]
+    for row in re.findall(r"^\| (`[^|]*) \|", ways, re.MULTILINE):
+        for name in re.findall(r"`([\w/.]+)`", row):
+            assert any(any(folder.rglob(name.rstrip("/"))) for folder in sources), name

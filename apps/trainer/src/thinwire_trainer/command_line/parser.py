@@ -181,7 +181,7 @@ def _add_task(parser: ArgumentParser, app: App) -> None:
 
 def _add_synchronisation(parser: ArgumentParser, table: Mapping[str, Entry]) -> None:
     group = parser.add_argument_group("synchronisation")
-    algorithms = f"how ranks share what they learn (default: {DEFAULT}); {AUTO}: measures"
+    algorithms = f"how ranks exchange gradients or models (default: {DEFAULT}); {AUTO}: measures"
     group.add_argument("--algorithm", choices=list(table), help=algorithms)
     published = "take the algorithm that --compressor names, as published"
     group.add_argument("--compression", action="store_true", help=published)
