@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel import SparseHookState, sparse_hook
-from data_parallel.schemes.choose import COMPRESSORS
+from data_parallel.schemes.table import COMPRESSORS
 from ddp_cases import SHAPES, Run, gradients_of
 from sklearn.datasets import load_digits
 from sparse_collectives import ALGORITHMS

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from communicators import CollectiveError
 from data_parallel import SparseHookState, reshard_residuals, sparse_hook
-from data_parallel.schemes.choose import COMPRESSORS
+from data_parallel.schemes.table import COMPRESSORS
 from sparse_collectives import ALGORITHMS
 from sparse_compress import RandomK
 from torch import nn

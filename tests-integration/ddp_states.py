@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data_parallel import DistributedOptimizer, SparseHookState, reshard_residuals, sparse_hook
-from data_parallel.schemes.choose import COMPRESSORS
+from data_parallel.schemes.table import COMPRESSORS
 from ddp_cases import Run, all_steps, gradients_of
 from sparse_compress import RandomK
 from torch import nn

@@ -8,7 +8,7 @@ import pytest
 import torch
 from communicators import SimulatedWorld, allgather, testing
 from data_parallel import DistributedOptimizer
-from data_parallel.schemes.choose import COMPRESSORS
+from data_parallel.schemes.table import COMPRESSORS
 from sparse_collectives import (
     ALGORITHMS,
     sparse_allreduce,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from data_parallel.schemes.choose import COMPRESSORS
+from data_parallel.schemes.table import COMPRESSORS
 from local_sgd import ALGORITHMS as PERIODIC
 from sparse_collectives import ALGORITHMS
 

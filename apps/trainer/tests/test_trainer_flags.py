@@ -11,7 +11,7 @@ import pytest
 import torch
 from communicators import as_communicator
 from data_parallel import DistributedOptimizer
-from data_parallel.schemes.choose import COMPRESSORS
+from data_parallel.schemes.table import COMPRESSORS
 from sparse_collectives import ALGORITHMS
 from sparse_collectives import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives import WIRES as KNOWN_WIRES

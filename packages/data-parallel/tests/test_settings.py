@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from data_parallel import DistributedOptimizer, ExchangeSettings, SparseHookState, UpdateOptimizer, sparse_hsdp
-from data_parallel.schemes.choose import COMPRESSORS
+from data_parallel.schemes.table import COMPRESSORS
 from data_parallel.settings import Settings
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.algorithms.gtopk import GTopK

@@ -12,8 +12,8 @@ from typing import Any, Self, TypedDict
 from sparse_collectives import ALGORITHMS, DENSE_WIRES, Algorithm, resolve
 from sparse_compress import Compressor, TopK
 
-from data_parallel.schemes.choose import COMPRESSORS, known_compressor
 from data_parallel.schemes.dense import DenseCompressor
+from data_parallel.schemes.table import COMPRESSORS, known_compressor
 
 DENSITY = 0.01
 DensitySchedule = Callable[[int], float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
 from communicators.signals import Attempt
 
-if TYPE_CHECKING:
-    from communicators.background.transport_communicator import TransportCommunicator
-
 
 class TransportAttempt(CallOwner, Attempt):
     """Attempt over a transport; owns its call, so that a reason to abort stays on this rank.
@@ -31,7 +28,7 @@ class TransportAttempt(CallOwner, Attempt):
 
     lost: int | None = None
 
-    def __init__(self, comm: TransportCommunicator, schedule: Schedule[Any], facts: str) -> None:
+    def __init__(self, comm: CallOwner, schedule: Schedule[Any], facts: str) -> None:
         super().__init__(comm.transport, comm.engine)
         self.count = comm.count  # type: ignore[method-assign]
         number = zlib.crc32(facts.encode())

@@ -16,12 +16,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from communicators import errors
-
-if TYPE_CHECKING:
-    from communicators.background.transport_communicator import TransportCommunicator
 
 LISTEN_SECONDS = 0.05
 BUSY_SECONDS = 50e-6
@@ -52,6 +49,37 @@ class Driven(Protocol):
 
     def abandon(self, error: BaseException | None) -> None:
         """Releases work that is not advanced again. error: what it raised itself, None where the process ends."""
+
+
+class ControlListener(Protocol):
+    """Communicator whose control messages the engine reads.
+
+    threaded: whether another thread may read them while its owner computes.
+    """
+
+    @property
+    def threaded(self) -> bool: ...
+
+    def listen(self) -> None:
+        """Reads the control messages that have come."""
+
+    def depart(self, why: str) -> None:
+        """Tells all peers that this rank departs."""
+
+    def awaited(self) -> list[int]:
+        """The peers that may still say that they depart."""
+
+    def missing(self) -> list[int]:
+        """The peers that have not departed."""
+
+    def departure_seconds(self) -> float:
+        """Longest wait for the peers' departure, in seconds."""
+
+    def release(self) -> None:
+        """Lets go of the transport."""
+
+    def fail(self, error: BaseException) -> None:
+        """Fails the communicator, whose transport has failed on this rank."""
 
 
 @cache
@@ -111,7 +139,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._driven: list[Driven] = []
-        self._listeners: weakref.WeakSet[TransportCommunicator] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[ControlListener] = weakref.WeakSet()
         self._lock = threading.Lock()  # of the set, which grows in one thread while another walks it
         self._alarm = Alarm()
         self.wake = self._alarm.set  # ends a nap at once, because work that is driven has news
@@ -126,7 +154,7 @@ class Engine:
         """Whether added work progresses while its owner computes."""
         return not self.inline and not self._closing
 
-    def listen_to(self, listener: TransportCommunicator) -> None:
+    def listen_to(self, listener: ControlListener) -> None:
         """Reads the listener's control messages from now on."""
         with self._lock:
             self._listeners.add(listener)
@@ -138,7 +166,7 @@ class Engine:
             self._thread = threading.Thread(target=self._live, name="communicators-engine", daemon=True)
             self._thread.start()
 
-    def forget(self, listener: TransportCommunicator) -> None:
+    def forget(self, listener: ControlListener) -> None:
         """Stops reading the listener's control messages."""
         with self._lock:
             self._listeners.discard(listener)
@@ -245,7 +273,7 @@ class Engine:
         for listener in self._listened_to():
             _guarded(listener, listener.listen)
 
-    def _listened_to(self) -> list[TransportCommunicator]:
+    def _listened_to(self) -> list[ControlListener]:
         with self._lock:
             return list(self._listeners)
 
@@ -270,7 +298,7 @@ def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
     return engine().leave("it ended after an error", timeout)
 
 
-def depart(listeners: Sequence[TransportCommunicator], why: str, timeout: float | None = None) -> list[int]:
+def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None = None) -> list[int]:
     """Departs from all listeners' peers, then reads control messages until they have departed too.
 
     An arbiter may still be needed. Returns the ranks that have not departed after `timeout` seconds, default each
@@ -294,7 +322,7 @@ def depart(listeners: Sequence[TransportCommunicator], why: str, timeout: float 
     return sorted(missing)
 
 
-def _guarded(listener: TransportCommunicator, look: Callable[[], None]) -> bool:
+def _guarded(listener: ControlListener, look: Callable[[], None]) -> bool:
     """Looks at one listener; an error of its transport (False) fails that communicator, and the engine goes on."""
     try:
         look()

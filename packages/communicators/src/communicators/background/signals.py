@@ -12,18 +12,16 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from communicators import errors
 from communicators.background.attempt import TransportAttempt
-from communicators.background.control import RequestedAbort
+from communicators.background.control import CallOwner, RequestedAbort
 from communicators.background.transport import PeerLost
+from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule, among
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
-
-if TYPE_CHECKING:
-    from communicators.background.transport_communicator import TransportCommunicator
 
 MOST_VALUES = 64
 """Most values in one message."""
@@ -39,12 +37,20 @@ FAIL_SECONDS = 10.0
 _HEAD = struct.Struct("<IHH")  # checksum of the rest, whether it is the last one, number of values
 
 
+class Signalling(CallOwner, Communicator):
+    """Communicator over a transport, as far as its signals use it."""
+
+    def depart(self, why: str) -> None:
+        """Tells all peers that this rank departs."""
+        raise NotImplementedError
+
+
 class TransportSignals(Signals):
     """Signals of one rank over a transport that carries nothing else; the engine sends and receives them."""
 
     lingers = False
 
-    def __init__(self, comm: TransportCommunicator, on_signal: OnSignal | None) -> None:
+    def __init__(self, comm: Signalling, on_signal: OnSignal | None) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
         self._comm, self._engine, self._line = comm, comm.engine, comm.transport.signal_line()
         self._others = frozenset(range(comm.size)) - {comm.rank}

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from communicators import errors
 from communicators.background.call import Call, NativeSum, agreement
-from communicators.background.control import CallOwner
 from communicators.background.engine import FAILED_DEPARTURE_SECONDS, depart, engine
 from communicators.background.outstanding_call import DetachedSends, OutstandingCall
-from communicators.background.signals import TransportSignals
+from communicators.background.signals import Signalling, TransportSignals
 from communicators.background.streams import SideStreams, with_index
 from communicators.background.transport import Pending, Transport
-from communicators.communicator import Communicator, Work, refuse_too_many
+from communicators.communicator import Work, refuse_too_many
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Schedule
 from communicators.schedules.dense import barrier
@@ -35,7 +34,7 @@ FAIL_SECONDS = 10.0
 """Upper bound on the end of a call in flight on a failed communicator, which comes much sooner."""
 
 
-class TransportCommunicator(CallOwner, Communicator):
+class TransportCommunicator(Signalling):
     """A communicator over a transport."""
 
     def __init__(self, transport: Transport) -> None:
@@ -116,7 +115,6 @@ class TransportCommunicator(CallOwner, Communicator):
                 self._write(self.control.lose(peer))
 
     def depart(self, why: str) -> None:
-        """Tells all peers that this rank departs."""
         with self.lock:
             self._write(self.control.departs(why, min(self._in_flight, default=self._calls)))
 

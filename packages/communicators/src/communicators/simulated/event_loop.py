@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import threading
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -17,13 +18,10 @@ from communicators import errors
 from communicators.background.call import Call
 from communicators.communicator import Work
 from communicators.errors import CollectiveError
+from communicators.link import Link
 from communicators.schedule import Elapse, Payload, Received, Round, Schedule
 from communicators.simulated.network import Corrupts, Dies, Message, Ports
-from communicators.simulated.ranks import RankThread
-from communicators.simulated.signals import Context, SignalGroup, Watch
-
-if TYPE_CHECKING:
-    from communicators.simulated.world import SimulatedWorld
+from communicators.simulated.ranks import Context, RankThread, Watch
 
 T = TypeVar("T")
 Action: TypeAlias = Callable[[], None]
@@ -82,6 +80,31 @@ class SimulatedCall(Work[Any]):
         return errors.waits(call.rank, call.number, call.facts, call.turn, list(self.lacks))
 
 
+class Conditions(Protocol):
+    """World whose events the loop runs, such as `SimulatedWorld`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def link(self) -> Link: ...
+
+    @property
+    def slowdown(self) -> Sequence[float]: ...
+
+    @property
+    def jitter(self) -> float: ...
+
+    @property
+    def deaths(self) -> Sequence[tuple[int, float]]: ...
+
+    def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
+        """Fault of this message of this rank, if any."""
+
+    def turn(self, rank: int) -> Callable[[], AbstractContextManager[None]]:
+        """Makes the context that each turn of this rank's thread is inside of."""
+
+
 class EventLoop:
     """The events of one run of a world.
 
@@ -89,7 +112,7 @@ class EventLoop:
     as it has the baton back, so that `draw` is always called there (hypothesis asks for that).
     """
 
-    def __init__(self, world: SimulatedWorld, draw: Callable[[], float]) -> None:
+    def __init__(self, world: Conditions, draw: Callable[[], float]) -> None:
         self.world, self._draw = world, draw
         self.now = 0.0
         self.bytes_sent, self.messages_sent = [0] * world.size, [0] * world.size
@@ -110,7 +133,7 @@ class EventLoop:
         self._watches: dict[int, Watch] = {}
         self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for)
-        self.signals: defaultdict[Context, SignalGroup] = defaultdict(SignalGroup)
+        self.signals: dict[Context, Any] = {}  # those of all ranks, which look each other up here
         self._thread = threading.current_thread()
 
     # Called in a rank's thread.

@@ -6,15 +6,30 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
 T = TypeVar("T")
+Context: TypeAlias = tuple[int, ...]
+"""A communicator of the world: () the first one, (2, 0) the first duplicate of its third duplicate."""
 
 
 class Killed(BaseException):
     """Unwinds the thread of a rank that died."""
+
+
+class Watch:
+    """Rank that waits for a condition which signals of a communicator bring about."""
+
+    def __init__(self, rank: int, context: Context, over: Callable[[], bool]) -> None:
+        self.rank, self.context, self.over = rank, context, over
+        self.done = False
+        self.waiter: Callable[[], None] | None = None
+
+    def waits(self) -> str:
+        """Phrase that says who waits for what."""
+        return f"rank {self.rank} waits for a signal"
 
 
 class RankThread(Generic[T]):

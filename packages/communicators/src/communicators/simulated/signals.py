@@ -7,34 +7,18 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
+from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule, among
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
+from communicators.simulated.event_loop import EventLoop, SimulatedCall
+from communicators.simulated.ranks import Context, Watch
 
-if TYPE_CHECKING:
-    from communicators.simulated.event_loop import SimulatedCall
-    from communicators.simulated.world import SimulatedCommunicator
-
-Context: TypeAlias = tuple[int, ...]
-"""A communicator of the world: () the first one, (2, 0) the first duplicate of its third duplicate."""
 SIGNAL_BYTES = 8
 POLL_SECONDS = 50e-6
 """Virtual cost of one `poll()`."""
-
-
-class Watch:
-    """Rank that waits for a condition which signals of a communicator bring about."""
-
-    def __init__(self, rank: int, context: Context, over: Callable[[], bool]) -> None:
-        self.rank, self.context, self.over = rank, context, over
-        self.done = False
-        self.waiter: Callable[[], None] | None = None
-
-    def waits(self) -> str:
-        """Phrase that says who waits for what."""
-        return f"rank {self.rank} waits for a signal"
 
 
 class SignalGroup:
@@ -52,10 +36,10 @@ class SimulatedSignals(Signals):
     sent again. closing: it sends no more. left: it hears nothing more.
     """
 
-    def __init__(self, comm: SimulatedCommunicator, on_signal: OnSignal | None) -> None:
+    def __init__(self, comm: Communicator, loop: EventLoop, context: Context, on_signal: OnSignal | None) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
-        self._loop, self._comm, self._context = comm.loop, comm, comm.context
-        self._group = self._loop.signals[self._context]
+        self._comm, self._loop, self._context = comm, loop, context
+        self._group: SignalGroup = loop.signals.setdefault(context, SignalGroup())
         self._sent: defaultdict[int, deque[int]] = defaultdict(deque)  # on their way, by peer
         self._waiting: Counter[int] = Counter()  # on their way, or come and not polled, by peer
         self._unread: dict[tuple[int, int], None] = {}  # an ordered set

@@ -21,8 +21,8 @@ from communicators.schedules.dense import allgather, barrier
 from communicators.signals import OnSignal, Signals
 from communicators.simulated.event_loop import EventLoop
 from communicators.simulated.network import Corrupts, Dies
-from communicators.simulated.ranks import OwnGenerator
-from communicators.simulated.signals import Context, SimulatedSignals
+from communicators.simulated.ranks import Context, OwnGenerator
+from communicators.simulated.signals import SimulatedSignals
 
 T = TypeVar("T")
 
@@ -151,7 +151,8 @@ class SimulatedCommunicator(Communicator):
         """Signals of a duplicate; the loop calls `on_signal` between the turns of ranks."""
         if self._members is not None:
             return super().signals(on_signal)
-        return SimulatedSignals(self.duplicate(), on_signal)
+        made = self.duplicate()
+        return SimulatedSignals(made, self.loop, made.context, on_signal)
 
     def split(self, color: int) -> SimulatedCommunicator:
         """A communicator of the ranks that give the same color, in their order, as MPI's Split. Collective."""

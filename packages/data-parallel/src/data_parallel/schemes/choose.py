@@ -1,13 +1,9 @@
-"""Scheme for a user's settings: a sparse allreduce, a dense sum, or a `DenseCompressor`, by name or your own.
-
-Dense compressors are for training only, since they live by error feedback. A new one is its own file and one line here.
-"""
+"""Scheme for a user's settings: a sparse allreduce, a dense sum, or a `DenseCompressor`, by name or your own."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from communicators import Communicator
 from sparse_collectives import ALGORITHMS, Choice, choose, resolve
@@ -15,17 +11,13 @@ from sparse_compress import Compressor
 from torch import Tensor
 
 from data_parallel.lanes import Scheme
-from data_parallel.schemes.dense import DenseCompressor, DenseScheme
-from data_parallel.schemes.dense_int8 import DenseInt8
-from data_parallel.schemes.powersgd import PowerSGD
+from data_parallel.schemes.dense import DenseScheme
 from data_parallel.schemes.small_tensors import DenseSmallTensors
 from data_parallel.schemes.sparse import SparseScheme
-
-if TYPE_CHECKING:
-    from data_parallel.settings import Settings
+from data_parallel.schemes.table import known_compressor
+from data_parallel.settings import Settings
 
 logger = logging.getLogger(__name__)
-COMPRESSORS: dict[str, DenseCompressor] = {"powersgd": PowerSGD(), "dense-int8": DenseInt8()}
 
 
 def choose_scheme(
@@ -71,32 +63,3 @@ def _chosen(
         unexpected = not ALGORITHMS[choice.predictions[0].algorithm].selects
         logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
     return choice
-
-
-def known_compressor(algorithm: object) -> DenseCompressor | None:
-    """The dense compressor of that name, or your own; None for anything else.
-
-    Raises TypeError or ValueError for one of your own without a schedule, without a name, or of a name in use.
-    """
-    if isinstance(algorithm, str):
-        return COMPRESSORS.get(algorithm)
-    kind = algorithm if isinstance(algorithm, type) else type(algorithm)
-    if not issubclass(kind, DenseCompressor):
-        return None
-    if not isinstance(algorithm, DenseCompressor):
-        raise TypeError(f"algorithm is the class {kind.__name__}, expected one of it, as {kind.__name__}()")
-    if kind not in map(type, COMPRESSORS.values()):
-        _check_own(algorithm)
-    return algorithm
-
-
-def _check_own(own: DenseCompressor) -> None:
-    kind = type(own)
-    if kind.schedule is DenseCompressor.schedule and kind.scheme is DenseCompressor.scheme:
-        raise TypeError(f"{kind.__name__} has no schedule, which is all that a DenseCompressor needs")
-    if not isinstance(own.name, str):
-        raise TypeError(f"the name of {kind.__name__} is {own.name!r}, expected text")
-    if not own.name:
-        raise ValueError(f"{kind.__name__} has no name: give it one, name = 'mine'")
-    if own.name in ALGORITHMS or own.name in COMPRESSORS or own.name == "auto":
-        raise ValueError(f"the name of {kind.__name__} is {own.name!r}, which is another's: give it one of its own")
