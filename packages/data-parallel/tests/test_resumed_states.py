@@ -3,6 +3,7 @@
 import pytest
 import torch
 from communicators import SimulatedWorld
+from sparse_collectives import ALGORITHMS
 
 OFTEN = {"thresholds_every": 2, "boundaries_every": 3}
 
@@ -26,3 +27,13 @@ def test_a_resumed_run_in_teams_has_the_same_bits(size, train):
     rest = SimulatedWorld(size).run(lambda c: train(c, range(3, 6), saved=half[c.rank], **options))
     for (model, _), (other, _) in zip(whole, rest, strict=True):
         assert all(torch.equal(model[name], other[name]) for name in model)
+
+
+@pytest.mark.parametrize("name", [name for name, algorithm in ALGORITHMS.items() if algorithm.selects])
+def test_a_resumed_run_on_a_wire_of_fewer_bytes_has_the_same_bits(name, train):
+    options = {"algorithm": name, "wire": "bf16-packed", "bucket_bytes": 100}
+    whole = SimulatedWorld(3).run(lambda c: train(c, range(6), **options))
+    half = SimulatedWorld(3).run(lambda c: train(c, range(3), **options))
+    rest = SimulatedWorld(3).run(lambda c: train(c, range(3, 6), saved=half[c.rank], **options))
+    for (model, _), (other, _) in zip(whole, rest, strict=True):
+        assert all(torch.equal(model[part], other[part]) for part in model)

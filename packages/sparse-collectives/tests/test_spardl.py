@@ -52,7 +52,7 @@ def test_laws_in_teams(size, teams, sag, data):
 
     def traffic(rank, size):
         sent = SparDL(**options).sent(rank, size, k, len(dense[0]), torch.float32, state=state)
-        return testing.Traffic(sent.nbytes, sent.messages)
+        return sent.nbytes, sent.messages
 
     testing.check_laws(
         lambda comm, sparse: sparse_allreduce(

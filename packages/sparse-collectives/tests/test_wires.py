@@ -106,16 +106,6 @@ def test_residuals_take_what_was_rounded_off(name):
     assert all(torch.equal(given, applied + kept) for _, applied, _ in results)
 
 
-@every_algorithm
-def test_a_resumed_run_has_the_same_bits(name, train):
-    options = {"algorithm": name, "wire": "bf16-packed", "bucket_bytes": 100}
-    whole = SimulatedWorld(3).run(lambda c: train(c, range(6), **options))
-    half = SimulatedWorld(3).run(lambda c: train(c, range(3), **options))
-    rest = SimulatedWorld(3).run(lambda c: train(c, range(3, 6), saved=half[c.rank], **options))
-    for (model, _), (other, _) in zip(whole, rest, strict=True):
-        assert all(torch.equal(model[part], other[part]) for part in model)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("wire", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_dense_in_half_precision(wire, dtype, overlap):

@@ -98,7 +98,7 @@ def test_dense_codec(values):
         assert got.dtype == torch.float32
 
 
-def test_elias_fano():
+def test_elias_fano(monkeypatch):
     rng = np.random.default_rng(3)
     for _ in range(CASES):
         numel = int(rng.integers(1, 60))
@@ -111,9 +111,11 @@ def test_elias_fano():
             continue
         assert indices.dtype == torch.int32
         assert len(indices) == count
+    monkeypatch.setattr(elias_fano, "kernels", lambda *_: None)
+    monkeypatch.setattr(elias_fano, "_check_count", lambda *_: None)
     for _ in range(CASES // 10):  # as on a GPU, where nothing is looked at: wrong indices, but within the memory
         packed = torch.from_numpy(rng.integers(256, size=elias_fano.nbytes(50, 9), dtype=np.uint8))
-        assert len(elias_fano._unpack_on_device(packed, 50, 9)) == 9
+        assert len(elias_fano.unpack(packed, 50, 9)) == 9
 
 
 def raw(indices, numel):

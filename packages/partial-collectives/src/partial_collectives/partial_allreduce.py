@@ -200,7 +200,8 @@ class PartialAllreduce:
     def _give_up(self, error: BaseException) -> None:
         if not self._closed:
             self._closed = True
-            mine = f"rank {self.comm.rank} gave up its partial allreduce: {type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}".removesuffix(": ")
+            mine = f"rank {self.comm.rank} gave up its partial allreduce: {why}"
             self._rounds.give_up(str(error) if isinstance(error, CollectiveError) else mine)
 
     def _rest(self, stage: Stage) -> Iterator[PartialResult]:
