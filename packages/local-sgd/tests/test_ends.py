@@ -243,7 +243,7 @@ def test_with_a_broadcast_all_begin_with_rank_0s(algorithm):
         ({"buffers": "average"}, ValueError, "takes the model whose buffers they are: give model="),
         ({"inner_state": "broadcast"}, ValueError, "inner_state is 'broadcast', expected one of"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes is 0"),
-        ({"tau": 4}, TypeError, "LocalSGD takes no setting tau; besides its own it takes comm, model"),
+        ({"tau": 4}, TypeError, "LocalSGD has no setting tau; it takes sync_every, compress, allreduce, comm, model"),
         ({"model": nn.Linear(2, 2)}, ValueError, "without a name"),
         ({"comm": "mpi"}, TypeError, "expected an mpi4py communicator"),
     ],

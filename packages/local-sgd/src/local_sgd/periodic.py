@@ -82,7 +82,7 @@ class PeriodicAveraging(Wrapping):
         **settings: Unpack[Settings],
     ) -> None:
         what = type(rule if type(self) is PeriodicAveraging else self).__name__
-        check_settings(settings, what)
+        check_settings(settings, what, type(self))
         model, named = settings.get("model"), None
         if model is not None:
             named = model.named_parameters()

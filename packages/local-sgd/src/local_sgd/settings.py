@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, TypedDict
 
@@ -25,11 +26,12 @@ class Settings(TypedDict, total=False):
     anchor_device: torch.device | str | None
 
 
-def check_settings(settings: Mapping[str, Any], what: str) -> None:
-    """Raises TypeError or ValueError for unknown settings, and for values that they do not take."""
+def check_settings(settings: Mapping[str, Any], what: str, owner: Callable[..., Any]) -> None:
+    """Raises TypeError or ValueError for settings that an owner does not have, and for values that they do not take."""
     if unknown := sorted(set(settings) - set(Settings.__annotations__)):
-        known = ", ".join(Settings.__annotations__)
-        raise TypeError(f"{what} takes no setting {', '.join(unknown)}; besides its own it takes {known}")
+        own = [p.name for p in inspect.signature(owner).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        known = ", ".join([*own, *Settings.__annotations__])
+        raise TypeError(f"{what} has no setting {', '.join(unknown)}; it takes {known}")
     if (policy := settings.get("inner_state", "keep")) not in ("keep", "average", "reset"):
         raise ValueError(f"inner_state is {policy!r}, expected one of ('keep', 'average', 'reset')")
     if (nbytes := settings.get("bucket_bytes")) is not None:
