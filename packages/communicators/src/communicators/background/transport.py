@@ -67,6 +67,8 @@ class PendingSum(Pending):
         return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
 
 
+CONTROL_BYTES = 2048
+"""Most bytes of a control message."""
 SIGNAL_BYTES = 520
 """Most bytes that one message of a `SignalLine` holds."""
 

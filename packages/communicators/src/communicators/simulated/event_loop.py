@@ -343,7 +343,7 @@ class EventLoop:
 
     def _post(self, outstanding: SimulatedCall, action: Round) -> None:
         call = outstanding.call
-        outstanding.lacks = {peer: (call.incoming_tag(peer), capacity) for peer, capacity in action.recvs.items()}
+        outstanding.lacks = {peer: (call.tag(peer, call.heard), capacity) for peer, capacity in action.recvs.items()}
         outstanding.received, outstanding.unsent = {}, len(action.sends)
         for target, payload in action.sends.items():
             fault = self.world.fault(call.rank, self.messages_sent[call.rank])
@@ -360,7 +360,7 @@ class EventLoop:
 
     def _message(self, outstanding: SimulatedCall, target: int, payload: Payload, fault: Corrupts | None) -> Message:
         call = outstanding.call
-        address = (call.rank, outstanding.name, call.outgoing_tag(target))
+        address = (call.rank, outstanding.name, call.tag(target, call.sent))
 
         def delivered() -> None:
             arrived = payload.clone()  # only now: a schedule that changes what it yielded is found out

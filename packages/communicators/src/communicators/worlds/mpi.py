@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,8 +19,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from communicators.background.call import Call
-from communicators.background.control import CONTROL_BYTES
 from communicators.background.transport import (
+    CONTROL_BYTES,
     SIGNAL_BYTES,
     PeerLost,
     Pending,
@@ -127,15 +128,16 @@ class MPITransport(Transport):
         pinned = device.type == "cuda"
         buffers = {peer: Payload.on_host(nbytes, pinned=pinned) for peer, nbytes in action.recvs.items()}
         receives = {
-            peer: self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
+            peer: self._data.Irecv(_bytes_of(buffer), peer, call.tag(peer, call.heard))
+            for peer, buffer in buffers.items()
         }
         payloads = {peer: payload.to_host() for peer, payload in action.sends.items()}
         sends = {}
         for peer, payload in payloads.items():
             call.stamp(payload)
             with reaching(peer):
-                sends[peer] = self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer))
-        return _PendingRound(self, call, receives, sends, buffers, payloads, device)
+                sends[peer] = self._data.Isend(_bytes_of(payload), peer, call.tag(peer, call.sent))
+        return _PendingRound(self, call, device, receives, sends, buffers, payloads)
 
     def send_control(self, peer: int, message: bytes) -> None:
         self._unsent()
@@ -199,28 +201,26 @@ class MPITransport(Transport):
         self._abandoned.append(what)
 
 
+@dataclass(eq=False)
 class _PendingRound(Pending):
     """Round in flight, by peer. Over TCP a send ends with the receiver's receipt, one α after the message has come."""
 
-    def __init__(
-        self,
-        transport: MPITransport,
-        call: Call,
-        receives: dict[int, MPI.Request],
-        sends: dict[int, MPI.Request],
-        buffers: dict[int, Payload],
-        payloads: dict[int, Payload],
-        device: torch.device,
-    ) -> None:
-        self._transport, self._call, self._receives, self._sends = transport, call, receives, sends
-        self._buffers, self._payloads, self._device = buffers, payloads, device
-        self._statuses = {peer: MPI.Status() for peer in receives}
+    transport: MPITransport
+    call: Call
+    device: torch.device
+    receives: dict[int, MPI.Request]
+    sends: dict[int, MPI.Request]
+    buffers: dict[int, Payload]
+    payloads: dict[int, Payload]
+
+    def __post_init__(self) -> None:
+        self._statuses = {peer: MPI.Status() for peer in self.receives}
 
     def arrived(self) -> bool:
-        return all(self._over(peer, request, self._statuses[peer]) for peer, request in self._receives.items())
+        return all(self._over(peer, request, self._statuses[peer]) for peer, request in self.receives.items())
 
     def done(self) -> bool:
-        return self.arrived() and all(self._over(peer, request) for peer, request in self._sends.items())
+        return self.arrived() and all(self._over(peer, request) for peer, request in self.sends.items())
 
     def _over(self, peer: int, request: MPI.Request, status: MPI.Status | None = None) -> bool:
         """Whether a message has come or gone, one by one: Testall would not say whose fails. Test puts a null then."""
@@ -228,23 +228,18 @@ class _PendingRound(Pending):
             return not request or bool(request.Test(status))
 
     def received(self) -> Received:
-        received = {}
-        for peer, buffer in self._buffers.items():
-            nbytes = self._statuses[peer].Get_count(MPI.BYTE)
-            payload = buffer if nbytes == buffer.wire_nbytes else Payload(buffer.memory[:nbytes])
-            self._call.accept(peer, payload, buffer.nbytes)
-            received[peer] = payload if self._device.type == "cpu" else Payload(payload.memory.to(self._device))
-        return received
+        come = {peer: self._statuses[peer].Get_count(MPI.BYTE) for peer in self.buffers}
+        return {peer: self.call.take(peer, self.buffers[peer], nbytes, self.device) for peer, nbytes in come.items()}
 
     def missing(self) -> list[int]:
-        requests = [*self._receives.items(), *self._sends.items()]
+        requests = [*self.receives.items(), *self.sends.items()]
         return sorted({peer for peer, request in requests if request and not request.Get_status()})
 
     def cancel(self) -> None:
-        for request in self._receives.values():
+        for request in self.receives.values():
             if request:
                 request.Cancel()
-        self._transport.abandon(self._receives, self._sends, self._buffers, self._payloads)
+        self.transport.abandon(self.receives, self.sends, self.buffers, self.payloads)
 
 
 class _PendingSum(PendingSum):
@@ -274,7 +269,7 @@ def _keyval() -> int:
 def _freed(comm: MPI.Comm, keyval: int, made: object) -> None:
     """Closes our communicator where the user frees theirs, which is collective: so is closing ours."""
     del comm, keyval
-    if isinstance(made, TransportCommunicator) and not made.released and made.control.abort_reason is None:
+    if isinstance(made, TransportCommunicator) and not made.closed and made.control.abort_reason is None:
         made.close()
 
 
