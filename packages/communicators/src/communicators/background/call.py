@@ -76,10 +76,7 @@ class Call:
         self.doubts: list[Tensor] = []
         self._bounded = False
         self._schedule = schedule
-        if prelude is None:
-            self._begin(schedule, facts)
-        else:
-            self._begin(prelude, "agreement")
+        self._begin(*((schedule, facts) if prelude is None else (prelude, "agreement")))
 
     def _begin(self, rounds: Schedule[Any], text: str) -> None:
         self._rounds, self.turn, self.counted = rounds, -1, rounds is self._schedule
@@ -203,12 +200,9 @@ class Call:
                 raise ValueError(f"{self.facts}: rank {self.rank} of {self.size} cannot exchange with rank {peer}")
         for peer, nbytes in action.recvs.items():
             if not isinstance(nbytes, int) or nbytes < 0:
-                raise ValueError(
-                    f"{self.facts}: {nbytes!r} bytes to receive from rank {peer}, expected the body's as a whole number"
-                )
+                said = f"{self.facts}: {nbytes!r} bytes to receive from rank {peer}"
+                raise ValueError(f"{said}, expected the body's as a whole number")
         for peer, payload in action.sends.items():
             if not isinstance(payload, Payload):
-                raise TypeError(
-                    f"{self.facts}: the payload for rank {peer} is {type(payload).__name__}: make it by "
-                    "Payload.of(tensor)"
-                )
+                given = type(payload).__name__
+                raise TypeError(f"{self.facts}: the payload for rank {peer} is {given}: make it by Payload.of(tensor)")

@@ -56,11 +56,10 @@ class TransportSignals(Signals, Driven):
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._waiting: dict[int, dict[int, None]] = {peer: {} for peer in range(comm.size)}  # ordered sets
         self._active: set[int] = set()  # peers for which something waits or is in flight
-        self._unread: dict[tuple[int, int], None] = {}
         self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
         self._left: dict[int, float] = {}  # since when a peer is known to have departed
         self._lock = threading.Lock()
-        self._leaving = self._closed = self._closing = False  # closing: nothing more is sent but what waits
+        self._leaving = self._closing = False  # closing: nothing more is sent but what waits
         self._over, self._news = threading.Event(), threading.Event()
         self._fail_with = ""  # reason for which this rank would have all ranks fail
         self._requested: RequestedAbort | None = None
@@ -160,10 +159,7 @@ class TransportSignals(Signals, Driven):
 
     def _take(self) -> list[tuple[int, int]]:
         with self._lock:
-            if not self._unread:
-                self.check()
-            taken, self._unread = list(self._unread), {}
-        return taken
+            return super()._take()
 
     # Called by the engine.
 
@@ -225,16 +221,23 @@ class TransportSignals(Signals, Driven):
                 self._active |= self._others - self._told
             active = list(self._active)
         for peer in active:
-            if peer in departed or not self._sent(peer):
-                self._drop(peer, departed)
-                continue
-            values, last = self._next_for(peer)
-            if peer == self._comm.rank:
-                self._deliver(peer, values)
-            elif values or last:
-                self._line.send(peer, _packed(values, last))
-            went = went or bool(values)
+            if peer in departed:
+                with self._lock:
+                    self._waiting[peer].clear()
+                    self._told.add(peer)
+                    self._active.discard(peer)
+            elif self._sent(peer):
+                went = self._send_next(peer) or went
         return went
+
+    def _send_next(self, peer: int) -> bool:
+        """Sends the next message to a peer, if there is one; whether there were signals in it."""
+        values, last = self._next_for(peer)
+        if peer == self._comm.rank:
+            self._deliver(peer, values)
+        elif values or last:
+            self._line.send(peer, _packed(values, last))
+        return bool(values)
 
     def _sent(self, peer: int) -> bool:
         """Whether nothing is in flight to this peer."""
@@ -259,13 +262,6 @@ class TransportSignals(Signals, Driven):
             if not values and not last:
                 self._active.discard(peer)
             return values, last
-
-    def _drop(self, peer: int, departed: frozenset[int]) -> None:
-        if peer in departed:
-            with self._lock:
-                self._waiting[peer].clear()
-                self._told.add(peer)
-                self._active.discard(peer)
 
     def _finished_with(self, peer: int) -> bool:
         """Whether nothing more comes from this peer, or goes to it."""

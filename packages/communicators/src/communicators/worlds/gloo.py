@@ -6,11 +6,12 @@ data have a receive always posted from every peer, which tells when one is gone 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,13 +46,16 @@ LOST_SECONDS = 1.0
 """Longest time after a failure of gloo's own sum to find out whose connection was lost."""
 CONTROL_TAG = 1 << TAG_BITS
 SIGNAL_TAG = CONTROL_TAG + 1
-_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8}
 
 
 class GlooTransport(Transport):
     """A gloo group of our own, for payloads and for control messages."""
 
     threaded = outlives_ranks = True
+    summed: Collection[torch.dtype] = (
+        *(torch.float32, torch.float64),
+        *(torch.int8, torch.int32, torch.int64, torch.uint8),
+    )
     departure_seconds = 2.0  # nothing of gloo waits for anybody at the end
 
     def __init__(self, rendezvous: Rendezvous, patience: float = TIMEOUT_SECONDS) -> None:
@@ -80,18 +84,28 @@ class GlooTransport(Transport):
             sends.append((peer, self._data.post("send", staged.memory, peer, call.tag(peer, call.sent))))
         return _PendingRound(self, call, device, buffers, receives, sends)
 
-    def duplicate(self, patience: float) -> GlooTransport:
+    def duplicate(self, patience: float) -> Transport:
+        return self._another(GlooTransport, patience)
+
+    def _another(self, make: Callable[[Rendezvous, float], GlooTransport], patience: float) -> GlooTransport:
         self.duplicates += 1
         there = self.rendezvous.elsewhere(f"duplicate/{self.duplicates}")
-        return in_time(lambda: GlooTransport(there, patience), self.rank, patience)
-
-    def can_sum(self, tensor: Tensor) -> bool:
-        """Whether gloo can sum this tensor: on the CPU, of a dtype that it knows."""
-        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
+        return in_time(lambda: make(there, patience), self.rank, patience)
 
     def post_sum(self, tensor: Tensor) -> Pending:
         """Posts gloo's own sum, which aborts the process if ranks' sizes differ: they have agreed on them here."""
-        return _PendingSum(self._data.sum(tensor), self)
+        wait = self._data.sum(tensor)
+        return PendingSum(self, lambda: self._summed(wait), lambda: self.abandon([wait]))
+
+    def _summed(self, wait: Wait) -> bool:
+        """Whether a sum is over. Raises PeerLost; gloo does not say which rank it was, so that is found out."""
+        if wait.error is None:
+            return wait.done
+        if (lost := self.lost()) is not None:
+            raise lost
+        if time.monotonic() - wait.ended > LOST_SECONDS:
+            raise wait.error
+        return False
 
     def nap(self, seconds: float) -> None:
         """Waits at most `seconds` for a waiter to have news."""
@@ -153,25 +167,6 @@ class _PendingRound(Pending):
         self.transport.abandon([*self.receives.values(), *(wait for _, wait in self.sends)])
 
 
-class _PendingSum(PendingSum):
-    def __init__(self, wait: Wait, transport: GlooTransport) -> None:
-        super().__init__(transport)
-        self._wait, self._group, self._failed = wait, transport, 0.0
-
-    def done(self) -> bool:
-        if self._wait.error is None:
-            return self._wait.done
-        if (lost := self._group.lost()) is not None:  # gloo does not say which rank it was
-            raise lost
-        self._failed = self._failed or time.monotonic()
-        if time.monotonic() - self._failed > LOST_SECONDS:
-            raise self._wait.error
-        return False
-
-    def cancel(self) -> None:
-        self._group.abandon([self._wait])
-
-
 def _end(data: GlooGroup, control: Mailbox, abandoned: list[Wait], timeout: float) -> None:
     """Lets the threads go, then the group: a thread that still waits when the interpreter ends would abort it."""
     control.close()
@@ -183,7 +178,7 @@ def _end(data: GlooGroup, control: Mailbox, abandoned: list[Wait], timeout: floa
 
 @dataclass(eq=False)
 class Wait:
-    """One message in flight: `done`, with an `error` if it failed. work, keeps: let go once it is done.
+    """One message in flight: `done` at a time, with an `error` if it failed. work, keeps: let go once it is done.
 
     Its error names no frames: they would keep its caller alive, and so the group with its threads and connections.
     """
@@ -192,6 +187,7 @@ class Wait:
     done: bool = False
     error: BaseException | None = None
     keeps: Any = None
+    ended = math.inf
 
     def give_up(self) -> None:
         """Ends a wait that goes on in another thread, by closing its connection."""
@@ -246,7 +242,7 @@ class Waiters:
             except Exception as error:
                 wait.error = error.with_traceback(None)
             wait.work = wait.keeps = None
-            wait.done = True
+            wait.done, wait.ended = True, time.monotonic()
             self.news.set()
             del wait
             with self._lock:

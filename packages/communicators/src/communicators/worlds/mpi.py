@@ -112,6 +112,7 @@ def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunic
 class MPITransport(Transport):
     """Two duplicates of an MPI communicator: one for payloads, one for control messages."""
 
+    summed = (torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
     _in_vain = False  # whether the last one to be closed waited for nothing: a peer reads from all of them or none
 
     def __init__(self, comm: MPI.Comm, patience: float = TIMEOUT_SECONDS) -> None:
@@ -152,13 +153,10 @@ class MPITransport(Transport):
             messages.append(bytes(buffer[: status.Get_count(MPI.BYTE)]))
         return messages
 
-    def can_sum(self, tensor: Tensor) -> bool:
-        """Whether MPI can sum this tensor: on the CPU, of a dtype that it knows."""
-        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
-
     def post_sum(self, tensor: Tensor) -> Pending:
         """Posts MPI's own sum; non-blocking, so that a rank that never comes is noticed."""
-        return _PendingSum(self, self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM), tensor)
+        request = self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM)
+        return PendingSum(self, lambda: bool(request.Test()), lambda: self.abandon(request, tensor))
 
     def duplicate(self, patience: float) -> MPITransport:
         """Another transport, made of the communicator for control messages, where no collective is in flight."""
@@ -242,21 +240,6 @@ class _PendingRound(Pending):
         self.transport.abandon(self.receives, self.sends, self.buffers, self.payloads)
 
 
-class _PendingSum(PendingSum):
-    def __init__(self, transport: MPITransport, request: MPI.Request, tensor: Tensor) -> None:
-        super().__init__(transport)
-        self._abandon, self._request, self._tensor = transport.abandon, request, tensor
-
-    def done(self) -> bool:
-        return bool(self._request.Test())
-
-    def cancel(self) -> None:
-        self._abandon(self._request, self._tensor)
-
-
-_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
-
-
 _abandoned: list[object] = []
 """Buffers of first calls that failed, which MPI may still touch."""
 
@@ -283,32 +266,36 @@ def _wait_for_all(comm: MPI.Comm, end: float, patience: float) -> None:
     ones = np.ones_like(here)
     counts, displs = np.ones_like(here), np.arange(len(here), dtype=np.int32)
     request = comm.Ialltoallv([ones, (counts, displs), MPI.INT32_T], [here, (counts, displs), MPI.INT32_T])
-    while not request.Test():
-        if time.monotonic() > end:
-            _abandoned.append((request, here, ones, counts, displs))
-            missing = [rank for rank in np.flatnonzero(here == 0).tolist() if rank != comm.Get_rank()]
-            raise CollectiveError(
-                f"timed out after {patience:g} s: rank {comm.Get_rank()} waits for ranks {missing} in the first call "
-                "with this MPI communicator, which all of its ranks must make, and in one order where there are several"
-            )
-        time.sleep(FIRST_CALL_POLL_SECONDS)
+    if not _ends_in_time(request, end, here, ones, counts, displs):
+        missing = [rank for rank in np.flatnonzero(here == 0).tolist() if rank != comm.Get_rank()]
+        raise CollectiveError(
+            f"timed out after {patience:g} s: rank {comm.Get_rank()} waits for ranks {missing} in the first call "
+            "with this MPI communicator, which all of its ranks must make, and in one order where there are several"
+        )
 
 
 def _duplicate(comm: MPI.Comm, end: float) -> MPI.Comm:
     """A duplicate, which all ranks are about to make."""
     try:
         duplicate, request = comm.Idup()
-        while not request.Test():
-            if time.monotonic() > end:
-                _abandoned.append((duplicate, request))
-                raise CollectiveError(f"timed out: rank {comm.Get_rank()} waits for the others to make a communicator")
-            time.sleep(FIRST_CALL_POLL_SECONDS)
+        if not _ends_in_time(request, end, duplicate):
+            raise CollectiveError(f"timed out: rank {comm.Get_rank()} waits for the others to make a communicator")
     except MPI.Exception as error:
         raise RuntimeError(
             "MPI gives no further communicator: close() those that are not needed any more, on every rank, or Free() "
             f"the mpi4py communicators that they were made for, which closes them ({error})"
         ) from error
     return duplicate
+
+
+def _ends_in_time(request: MPI.Request, end: float, *touched: object) -> bool:
+    """Whether a request is over by then; else keeps alive what it may still touch."""
+    while not request.Test():
+        if time.monotonic() > end:
+            _abandoned.append((request, *touched))
+            return False
+        time.sleep(FIRST_CALL_POLL_SECONDS)
+    return True
 
 
 def _bytes_of(payload: Payload) -> list[Any]:
