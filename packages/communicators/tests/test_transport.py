@@ -221,7 +221,7 @@ def receipts(monkeypatch):
 
 def unsent(comms):
     controls = [comm.control for comm in comms]
-    return [one for one in list(engine()._driven) if isinstance(one, sends.DetachedSends) and one.control in controls]
+    return [one for one in list(engine()._driven) if isinstance(one, sends.UnsentMessages) and one.control in controls]
 
 
 def test_rounds_and_calls_do_not_wait_for_receipts(receipts):

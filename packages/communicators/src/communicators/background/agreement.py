@@ -1,4 +1,8 @@
-"""Agreement of all ranks on the facts of a call, before its first message: ⌈log P⌉ rounds of one size."""
+"""Agreement of all ranks on the facts of a call, before its first message: ⌈log P⌉ rounds of one size.
+
+Dissemination (Hensgen, Finkel & Manber 1988) of two sides: the lowest rank heard of, and the lowest one whose facts
+differ from its. Hearing of a rank twice changes nothing, so any P works.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,7 @@ NOBODY: Side = (-1, b"")
 
 
 def agreement(facts: str, number: int, rank: int, size: int) -> Schedule[None]:
-    """Raises the same CollectiveError on every rank unless all hold the same facts.
-
-    Dissemination (Hensgen, Finkel & Manber 1988) of two sides: the lowest rank heard of, and the lowest one whose
-    facts differ from its. Hearing of a rank twice changes nothing, so any P works.
-    """
+    """Raises the same CollectiveError on every rank unless all hold the same facts."""
     sides = ((rank, _text(facts)), NOBODY)
     for distance in powers_of_two(below=size):
         to, source = (rank + distance) % size, (rank - distance) % size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,10 @@ class Call:
         number: int,
         prelude: Schedule[None] | None = None,
     ) -> None:
-        self.rank, self.size = rank, size
-        self.facts, self.number = facts, number
+        self.rank, self.size, self.facts, self.number = rank, size, facts, number
         self.value: Any = None
         self.doubts: list[Tensor] = []
-        self._bounded = False
-        self._schedule = schedule
+        self._bounded, self._schedule = False, schedule
         self._begin(*((schedule, facts) if prelude is None else (prelude, "agreement")))
 
     def _begin(self, rounds: Schedule[Any], text: str) -> None:
@@ -109,6 +108,11 @@ class Call:
         """Ends the schedule early, so that it releases what it holds."""
         self._rounds.close()
         self._schedule.close()
+
+    def waits(self, peers: Iterable[int]) -> str:
+        """Phrase that says who waits for whom."""
+        whom = ", ".join(str(peer) for peer in sorted(set(peers))) or "nobody"
+        return f"rank {self.rank} waits for rank {whom} in call {self.number}, round {self.turn} of {self.facts}"
 
     def tag(self, peer: int, messages: dict[int, int]) -> int:
         """Tag of the next message to this peer, or from it. messages: `sent` or `heard`."""

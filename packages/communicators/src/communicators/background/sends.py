@@ -19,11 +19,13 @@ GRACE_SECONDS = 0.5
 """Longest time that a message, or a receipt, of a peer that has left may still be in flight."""
 
 
-class Unsent(Pending):
-    """Rounds of which this rank waits for the receipts."""
+class UnsentMessages(Pending, Driven):
+    """Rounds of one call that lack receipts; a call without anybody to see them through waits for them."""
 
-    def __init__(self, rounds: Sequence[Pending]) -> None:
-        self._rounds = rounds
+    lingers = True
+
+    def __init__(self, control: Control, rounds: Sequence[Pending]) -> None:
+        self.control, self._rounds, self.progressed = control, rounds, time.monotonic()
 
     def done(self) -> bool:
         return all(pending.done() for pending in self._rounds)
@@ -38,34 +40,25 @@ class Unsent(Pending):
         for pending in self._rounds:
             pending.cancel()
 
-
-class DetachedSends(Driven):
-    """Last messages of one call, which has all that it receives; the engine sees them through."""
-
-    lingers = True
-
-    def __init__(self, control: Control, unsent: Unsent) -> None:
-        self.control, self._unsent, self.progressed = control, unsent, time.monotonic()
-
     def advance(self) -> bool:
         """Whether the messages have come, or never will: a later call finds out why."""
         try:
-            if self._unsent.done():
+            if self.done():
                 return True
             hopeless = self._hopeless()
         except Exception:
             hopeless = True
         if hopeless:
-            self._unsent.cancel()
+            self.cancel()
         return hopeless
 
     def abandon(self, error: BaseException | None) -> None:
         """Cancels the messages."""
         del error
-        self._unsent.cancel()
+        self.cancel()
 
     def _hopeless(self) -> bool:
         waited = time.monotonic() - self.progressed
         if self.control.abort_reason is not None or waited > TIMEOUT_SECONDS:
             return True
-        return waited > GRACE_SECONDS and set(self._unsent.missing()) <= set(self.control.departed)
+        return waited > GRACE_SECONDS and set(self.missing()) <= set(self.control.departed)

@@ -23,7 +23,7 @@ from communicators.background.agreement import agreement
 from communicators.background.call import Call, NativeSum
 from communicators.background.control import Control, RequestedAbort, depart
 from communicators.background.engine import SPIN_SECONDS, Driven, Engine, engine
-from communicators.background.sends import GRACE_SECONDS, DetachedSends, Unsent
+from communicators.background.sends import GRACE_SECONDS, UnsentMessages
 from communicators.background.signals import TransportSignals
 from communicators.background.streams import SideStream, SideStreams, owned_here, with_index
 from communicators.background.transport import PeerLost, Pending, Transport
@@ -88,9 +88,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
 
     def wait(self, timeout: float | None = None) -> Any:
         if not self.is_over(timeout):
-            call = self.call
-            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, sorted(set(self._peers)))
-            raise TimeoutError(f"not completed within {timeout} s: {waiting}")
+            raise TimeoutError(f"not completed within {timeout} s: {self.call.waits(self._peers)}")
         return self.result() if self.side is None else owned_here(self.result(), self.device)
 
     def is_completed(self) -> bool:
@@ -158,7 +156,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         if self._requested is not None or self._pending is None or waited < GRACE_SECONDS:
             return
         missing, control, call = self._pending.missing(), self.control, self.call
-        waiting = errors.waits(control.rank, call.number, call.facts, call.turn, missing)
+        waiting = call.waits(missing)
         if left := control.departed_before(call.number, missing):
             self._request_abort(errors.left(left[0], control.departed[left[0]], waiting))
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
@@ -204,7 +202,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
             if action is None:
                 self._stepped_through = True
                 if unsent := [pending for pending in self._unsent if not pending.done()]:
-                    self._see_off(Unsent(unsent))
+                    self._see_off(UnsentMessages(self.control, unsent))
                 self._unsent = []
             elif not isinstance(action, Elapse):
                 self._post(action)
@@ -214,13 +212,12 @@ class OutstandingCall(Work[Any], Attempt, Driven):
             self.call.settle()
         return True
 
-    def _see_off(self, unsent: Unsent) -> None:
+    def _see_off(self, unsent: UnsentMessages) -> None:
         """Leaves the last messages to the engine, or waits for them: a rank that leaves an attempt takes none."""
-        detached = DetachedSends(self.control, unsent)
         if self.control.alone or not self.comm.engine.drives:
             self._pending = unsent
-        elif not detached.advance():
-            self.comm.engine.add(detached)
+        else:
+            self.comm.engine.add(unsent)
 
     def _post(self, action: Round | NativeSum) -> None:
         if isinstance(action, NativeSum):
@@ -343,7 +340,7 @@ class TransportCommunicator(Communicator):
         for outstanding in list(self._outstanding):
             if not outstanding.is_over(FAIL_SECONDS if failed else 0.0) and not failed:
                 raise RuntimeError("close() while calls that were started are in flight: wait() for them first")
-        self.engine.drain(lambda driven: isinstance(driven, DetachedSends) and driven.control is self.control)
+        self.engine.drain(lambda driven: isinstance(driven, UnsentMessages) and driven.control is self.control)
         self.engine.forget(self.control)
         missing = depart([self.control], CLOSED, None if self.control.abort_reason else self.timeout)
         missing = sorted(set(missing) - self.control.lost)  # those have died

@@ -79,8 +79,7 @@ class SimulatedCall(Work[Any], Attempt):
 
     def waits(self) -> str:
         """Phrase that says who waits for whom."""
-        call = self.call
-        return errors.waits(call.rank, call.number, call.facts, call.turn, list(self.lacks))
+        return self.call.waits(self.lacks)
 
 
 class EventLoop:
@@ -316,8 +315,8 @@ class EventLoop:
                 self._die(call.rank, f"rank {call.rank} died in {call.facts}")
                 return
             call.stamp(payload)
-            self.bytes_sent[call.rank] += payload.wire_nbytes
             outstanding.bytes_sent += payload.wire_nbytes
+            self.bytes_sent[call.rank] += payload.wire_nbytes
             self.messages_sent[call.rank] += 1
             self._ports.post(self._message(outstanding, target, payload, fault))
         if not action.sends:
@@ -343,23 +342,20 @@ class EventLoop:
         """Takes what has arrived; steps on when the round lacks nothing more."""
         if outstanding.done or outstanding.unsent < 0:
             return
-        try:
-            self._receive(outstanding)
-        except CollectiveError as error:
-            self.fail(str(error), outstanding.context)
-            return
-        if not outstanding.lacks and not outstanding.unsent:
-            outstanding.unsent = -1
-            self._advance(outstanding, outstanding.received)
-
-    def _receive(self, outstanding: SimulatedCall) -> None:
         call, inbox = outstanding.call, self._inboxes[outstanding.call.rank]
         for source, (tag, capacity) in list(outstanding.lacks.items()):
             payload = inbox.pop((source, outstanding.name, tag), None)
             if payload is not None:
                 del outstanding.lacks[source]
-                call.accept(source, payload, capacity)
                 outstanding.received[source] = payload
+                try:
+                    call.accept(source, payload, capacity)
+                except CollectiveError as error:
+                    self.fail(str(error), outstanding.context)
+                    return
+        if not outstanding.lacks and not outstanding.unsent:
+            outstanding.unsent = -1
+            self._advance(outstanding, outstanding.received)
 
     def poisoned(self, context: Context) -> CollectiveError | None:
         """Error of a communicator that has failed; None while it has not."""
@@ -368,10 +364,7 @@ class EventLoop:
         return None if context in self.outliving else self._bereaved
 
     def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
-        """Fails a communicator (None: all of them): its calls in flight, and every later one, end with this reason.
-
-        The first reason counts.
-        """
+        """Fails a communicator (None: all of them): its calls in flight, and later ones, end with its first reason."""
         if self._dead is not None or context in self._poison:
             return
         poison = CollectiveError(reason)
