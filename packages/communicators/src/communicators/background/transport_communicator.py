@@ -138,15 +138,19 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                     if self._step_through():
                         self._finish()
                         return True
-        except PeerLost as lost:  # `watch` requests an abort, unless a control message has said why
+        except PeerLost as lost:
             if self._lost is None:
-                self._lost = lost
-                self.control.lose(lost.peer)
-                if lost.died or self.control.alone:
-                    self._request_abort(errors.lost(lost.peer), lost.error)
+                self._lose(lost)
         except Exception as error:
             self._request_abort(errors.reason(self.control.rank, self.call.facts, error), error)
         return (self._requested is not None or self.control.abort_reason is not None) and self._failed()
+
+    def _lose(self, lost: PeerLost) -> None:
+        """Notes a peer that is gone: `watch` requests an abort, unless a control message has said why."""
+        self._lost = lost
+        self.control.lose(lost.peer)
+        if lost.died or self.control.alone:
+            self._request_abort(errors.lost(lost.peer), lost.error)
 
     def watch(self) -> None:
         """Looks at the clock; called every few milliseconds while it does not advance."""

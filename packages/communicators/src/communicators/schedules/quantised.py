@@ -89,18 +89,16 @@ def packed(x: Tensor, bits: int = 8) -> Tensor:
     """Packs 1-D float32, from the beginning of a block on, into int8: all elements, then all exponents.
 
     Each element becomes the nearest multiple of 2^e, where e is the least with which the block's largest keeps within
-    2^(bits − 1) − 1 steps. `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN. The result
-    has `quantised_nbytes` bytes.
+    2^(bits − 1) − 1 steps. `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN.
     """
     blocks, most = _in_blocks(x), (1 << (bits - 1)) - 1
     largest = blocks.abs().amax(1)
     fraction, exponent = torch.frexp(largest)  # largest = fraction · 2^exponent, 1/2 ≤ fraction < 1
     beyond = fraction >= (most + 0.5) / (most + 1)  # would be rounded to one step too many
     scale = (exponent - (bits - 1) + beyond.int()).clamp(LEAST, _most_exponent(bits))
-    finite = torch.isfinite(largest)
-    scale = torch.where(finite, scale, torch.zeros_like(scale))
+    scale = torch.where(torch.isfinite(largest), scale, 0)
     steps = (blocks / _power(scale)[:, None]).round().clamp(-most, most).nan_to_num(0.0)
-    exponents = torch.where(finite, scale, NOT_FINITE)
+    exponents = torch.where(torch.isfinite(largest), scale, NOT_FINITE)
     return torch.cat([_nibbles(steps.view(-1)[: x.numel()].to(torch.int8), bits), exponents.to(torch.int8)])
 
 

@@ -180,15 +180,15 @@ class EventLoop:
 
     def run(self, bodies: list[Callable[[], T]]) -> list[T]:
         """Runs one body per rank to its end; returns their results."""
-        self.ranks = [RankThread(body, self._turns[rank]) for rank, body in enumerate(bodies)]
+        self.ranks = [RankThread(*each) for each in zip(bodies, self._turns, strict=True)]
         for rank in range(len(bodies)):
             self.after(0.0, partial(self._resume, rank))
         for rank, seconds in self.world.deaths:
-            died = f"rank {rank} died after {seconds:g} virtual seconds"
-            self.after(seconds, partial(self._die, rank, died), live=partial(self._lives, rank))
+            die = partial(self._die, rank, f"rank {rank} died after {seconds:g} virtual seconds")
+            self.after(seconds, die, live=partial(self._lives, rank))
         try:
             self._drain()
-            while not all(thread.over or thread.dead for thread in self.ranks):
+            while len(self.ended_ranks()) < len(bodies):
                 self.fail("deadlock: " + "; ".join(self._stuck()), None)
                 self._drain()
             self._check_end()
@@ -244,7 +244,7 @@ class EventLoop:
             self._end(outstanding, CollectiveError(reason))
 
     def _lives(self, rank: int) -> bool:
-        return rank not in self.ended_ranks() and not all(thread.over or thread.dead for thread in self.ranks)
+        return rank not in self.ended_ranks()
 
     def _die(self, rank: int, reason: str) -> None:
         """Ends a rank, and all calls but those that outlive ranks."""
@@ -306,9 +306,8 @@ class EventLoop:
             self._post(outstanding, action)
 
     def _post(self, outstanding: SimulatedCall, action: Round) -> None:
-        call = outstanding.call
+        call, outstanding.received, outstanding.unsent = outstanding.call, {}, len(action.sends)
         outstanding.lacks = {peer: (call.tag(peer, call.heard), capacity) for peer, capacity in action.recvs.items()}
-        outstanding.received, outstanding.unsent = {}, len(action.sends)
         for target, payload in action.sends.items():
             fault = self.world.faults.get((call.rank, self.messages_sent[call.rank]))
             if isinstance(fault, Dies):
@@ -342,18 +341,16 @@ class EventLoop:
         """Takes what has arrived; steps on when the round lacks nothing more."""
         if outstanding.done or outstanding.unsent < 0:
             return
-        call, inbox = outstanding.call, self._inboxes[outstanding.call.rank]
+        inbox = self._inboxes[outstanding.call.rank]
         for source, (tag, capacity) in list(outstanding.lacks.items()):
-            payload = inbox.pop((source, outstanding.name, tag), None)
-            if payload is not None:
+            if (payload := inbox.pop((source, outstanding.name, tag), None)) is not None:
                 del outstanding.lacks[source]
                 outstanding.received[source] = payload
                 try:
-                    call.accept(source, payload, capacity)
+                    outstanding.call.accept(source, payload, capacity)
                 except CollectiveError as error:
                     self.fail(str(error), outstanding.context)
-                    return
-        if not outstanding.lacks and not outstanding.unsent:
+        if not outstanding.done and not outstanding.lacks and not outstanding.unsent:
             outstanding.unsent = -1
             self._advance(outstanding, outstanding.received)
 
@@ -409,13 +406,16 @@ class EventLoop:
         return waiting + ([f"dead: rank {', '.join(dead)}"] if dead else [])
 
     def _check_end(self) -> None:
-        """Raises what went wrong on a rank, or what a schedule left behind."""
+        """Raises what went wrong on a rank, or says what a schedule has left behind."""
         raised = [thread.error for thread in self.ranks if thread.error is not None]
         raised.sort(key=lambda error: isinstance(error, CollectiveError))  # a cause rather than its consequences
         if raised:
             raise raised[0]
         if self._dead is not None or self._bereaved is not None:
             return  # every rank has caught it
+        self._check_left_behind()
+
+    def _check_left_behind(self) -> None:
         for outstanding in (one for calls in self._outstanding for one in calls.values()):
             raise CollectiveError(f"started, but never completed: {outstanding.waits()}")
         unread = ((rank, *address) for rank, inbox in enumerate(self._inboxes) for address in inbox)

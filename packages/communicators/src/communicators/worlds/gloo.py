@@ -64,8 +64,8 @@ class GlooTransport(Transport):
         self.rendezvous = rendezvous.met(patience)
         self._data = GlooGroup(self.rendezvous.shared, self.rank, self.size)
         self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
-        self._control = Mailbox(self._data, self.rank, self.size, tag=CONTROL_TAG, nbytes=CONTROL_BYTES)
         self._abandoned: list[Wait] = []
+        self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
         ending = (self._data, self._control, self._abandoned)
         self._end = weakref.finalize(self, _end, *ending, timeout=1.0)  # without close(): of a destroyed group
         self._end.atexit = False
@@ -113,10 +113,10 @@ class GlooTransport(Transport):
         self._data.waiters.news.clear()
 
     def send_control(self, peer: int, message: bytes) -> None:
-        self._control.write(peer, message)
+        self._control.send(peer, message)
 
     def read_control(self) -> list[bytes]:
-        return [message for _, message in self._control.read()]
+        return [message for _, message in self._control.received()]
 
     def unreachable(self) -> list[int]:
         return [lost.peer for lost in self._control.lost()]
@@ -132,9 +132,11 @@ class GlooTransport(Transport):
         """Keeps waits that nobody asks for any more. Giving them up would end connections of control messages."""
         self._abandoned += [wait for wait in waits if not wait.done]
 
-    def signal_line(self) -> GlooSignalLine:
-        mailbox = Mailbox(self._data, self.rank, self.size, tag=SIGNAL_TAG, nbytes=SIGNAL_BYTES)
-        return GlooSignalLine(mailbox, self.abandon)
+    def signal_line(self) -> Mailbox:
+        return self._mailbox(SIGNAL_TAG, SIGNAL_BYTES)
+
+    def _mailbox(self, tag: int, nbytes: int) -> Mailbox:
+        return Mailbox(self._data, self.rank, self.size, self._abandoned, tag=tag, nbytes=nbytes)
 
 
 @dataclass(eq=False)
@@ -283,27 +285,32 @@ class GlooGroup:
         self._made = None
 
 
-class Mailbox:
-    """Mailbox of one rank. Each receive has a waiter's thread; gloo's receive from anybody could not be ended.
+class Mailbox(SignalLine):
+    """Short messages of one rank. Each receive has a waiter's thread; gloo's receive from anybody could not be ended.
 
     tag: of all messages. nbytes: the most that one holds. A message is on its way until its receiver has posted room
-    for it.
+    for it. abandoned: takes what is in flight at the end, because ending it closes connections.
     """
 
-    def __init__(self, data: GlooGroup, rank: int, size: int, *, tag: int, nbytes: int) -> None:
-        self._data, self._tag, self._nbytes = data, tag, nbytes
+    def __init__(self, data: GlooGroup, rank: int, size: int, abandoned: list[Wait], *, tag: int, nbytes: int) -> None:
+        self._data, self._abandoned, self._tag, self._nbytes = data, abandoned, tag, nbytes
         self._written: list[Wait] = []
+        self._sending: dict[int, Wait] = {}  # the last message to each peer
         self._coming = {peer: self._post(peer) for peer in range(size) if peer != rank}
 
-    def write(self, peer: int, message: bytes) -> Wait:
-        """Sends a message; does not block."""
+    def send(self, peer: int, message: bytes) -> None:
+        """Sends a message, also after others that are in flight; does not block."""
         framed = torch.frombuffer(bytearray(len(message).to_bytes(LENGTH_BYTES, "little") + message), dtype=torch.uint8)
-        wait = self._data.post("send", framed, peer, self._tag)
+        self._sending[peer] = wait = self._data.post("send", framed, peer, self._tag)
         self._written = [*(written for written in self._written if not written.done), wait]
-        return wait
 
-    def read(self) -> list[tuple[int, bytes]]:
-        """The messages that have come, by source; does not block."""
+    def sent(self, peer: int) -> bool:
+        wait = self._sending.get(peer)
+        if wait is not None and wait.error is not None:
+            raise PeerLost(peer, wait.error)
+        return wait is None or wait.done
+
+    def received(self) -> list[tuple[int, bytes]]:
         messages = []
         for peer, (room, wait) in list(self._coming.items()):
             if wait.done and wait.error is None:
@@ -316,49 +323,18 @@ class Mailbox:
         return [PeerLost(peer, wait.error) for peer, (_, wait) in self._coming.items() if wait.error is not None]
 
     def flush(self, seconds: float) -> None:
-        """Waits at most `seconds` for the messages that were written to be on their way."""
+        """Waits at most `seconds` for the messages that were sent to be on their way."""
         end = time.monotonic() + seconds
         while not all(wait.done for wait in self._written) and time.monotonic() < end:
             time.sleep(FLUSH_POLL_SECONDS)
 
-    def open(self) -> list[Wait]:
-        """Messages in flight, sent and received."""
-        return [*(wait for _, wait in self._coming.values()), *self._written]
-
     def close(self) -> None:
-        """Ends all receives, with their connections."""
-        for wait in self.open():
-            wait.give_up()
+        waits = (*(wait for _, wait in self._coming.values()), *self._written)
+        self._abandoned += [wait for wait in waits if not wait.done]
 
     def _post(self, peer: int) -> tuple[Tensor, Wait]:
         room = torch.zeros(LENGTH_BYTES + self._nbytes, dtype=torch.uint8)
         return room, self._data.post("recv", room, peer, self._tag)
-
-
-class GlooSignalLine(SignalLine):
-    """Signal line over a mailbox of its own.
-
-    abandon: takes what is still in flight at the end, because ending it closes connections.
-    """
-
-    def __init__(self, mailbox: Mailbox, abandon: Callable[[Sequence[Wait]], None]) -> None:
-        self._mailbox, self._abandon = mailbox, abandon
-        self._sending: dict[int, Wait] = {}
-
-    def send(self, peer: int, message: bytes) -> None:
-        self._sending[peer] = self._mailbox.write(peer, message)
-
-    def sent(self, peer: int) -> bool:
-        wait = self._sending.get(peer)
-        if wait is not None and wait.error is not None:
-            raise PeerLost(peer, wait.error)
-        return wait is None or wait.done
-
-    def received(self) -> list[tuple[int, bytes]]:
-        return self._mailbox.read()
-
-    def close(self) -> None:
-        self._abandon(self._mailbox.open())
 
 
 def _message(room: Tensor) -> bytes:

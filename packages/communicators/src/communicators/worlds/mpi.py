@@ -262,8 +262,7 @@ def _wait_for_all(comm: MPI.Comm, end: float, patience: float) -> None:
     A collective, because the user might receive a message on that communicator. Every rank sends to every other one, so
     where some do not come, what has arrived tells who has; MPI calls that undefined, so it is only named.
     """
-    here = np.zeros(comm.Get_size(), dtype=np.int32)
-    ones = np.ones_like(here)
+    here, ones = np.zeros(comm.Get_size(), dtype=np.int32), np.ones(comm.Get_size(), dtype=np.int32)
     counts, displs = np.ones_like(here), np.arange(len(here), dtype=np.int32)
     request = comm.Ialltoallv([ones, (counts, displs), MPI.INT32_T], [here, (counts, displs), MPI.INT32_T])
     if not _ends_in_time(request, end, here, ones, counts, displs):
