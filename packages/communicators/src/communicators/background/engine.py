@@ -159,10 +159,7 @@ class Engine:
 
     def _live(self) -> None:
         while not self._closing:
-            if self._driven:
-                self._advance_all()
-            else:
-                self._look_around([])
+            self._advance_all()
             nap = LISTEN_SECONDS
             if driven := list(self._driven):  # in proportion to the wait: each poll takes time from computing threads
                 waited = time.monotonic() - max(one.progressed for one in driven)
