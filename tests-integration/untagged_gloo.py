@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from communicators.background.transport_communicator import TransportCommunicator
-from communicators.worlds.gloo import WAIT, GlooTransport, Waiters
+from communicators.worlds.gloo import WAIT, Waiters
 from communicators.worlds.meeting import Rendezvous, store_of
 from communicators.worlds.nccl import UntaggedTransport
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import ProcessGroupGloo
 
 TAG = 0
 
 
 def untagged_communicator(group, device_type="cpu"):
     """Of the ranks of a process group; what depends on data goes by the group itself."""
-    tagged = GlooTransport(Rendezvous.of(group, store_of(group)))
-    line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size(), device_type)
-    return TransportCommunicator(UntaggedTransport(tagged, line))
+
+    def line(met):
+        return UntaggedGloo(met.elsewhere("line").shared, met.rank, met.size, device_type)
+
+    return TransportCommunicator(UntaggedTransport(Rendezvous.of(group, store_of(group)), line))
 
 
 class UntaggedGloo:
@@ -30,8 +31,6 @@ class UntaggedGloo:
 
     def __init__(self, store, rank, size, device_type="cpu"):
         self.device_type = device_type
-        self.place = store, rank, size
-        self.copies = 0
         self.group = ProcessGroupGloo(store, rank, size, WAIT)
         self.waiters = Waiters()
         self.waits = []
@@ -40,11 +39,6 @@ class UntaggedGloo:
     def ready(self, device):
         self._asked += 1
         return self._asked > 3
-
-    def duplicate(self):
-        store, rank, size = self.place
-        self.copies += 1
-        return UntaggedGloo(PrefixStore(f"copy {self.copies}", store), rank, size, self.device_type)
 
     def sendrecv(self, sends, recvs):
         return _SendRecv(self, sends, recvs)

@@ -47,8 +47,10 @@ class Threads(Transport):
     def post(self, call, action, device):
         for peer, payload in action.sends.items():
             call.stamp(payload)
-            self.network.queue(self.rank, peer, call.outgoing_tag(peer)).put(self.sent(payload))
-        return Waiting(call, {p: self.network.queue(p, self.rank, call.incoming_tag(p)) for p in action.recvs}, action)
+            self.network.queue(self.rank, peer, call.tag(peer, call.sent)).put(self.sent(payload))
+        return Waiting(
+            call, {p: self.network.queue(p, self.rank, call.tag(p, call.heard)) for p in action.recvs}, action
+        )
 
     def sent(self, payload):
         return time.monotonic() + self.network.delay, payload.clone()

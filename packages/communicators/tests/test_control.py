@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from communicators import CollectiveError, SimulatedWorld, run, testing
-from communicators.background.call import FACTS_BYTES, agreement
-from communicators.background.control import CONTROL_BYTES, Control
+from communicators.background.agreement import FACTS_BYTES, agreement
+from communicators.background.control import Control
+from communicators.background.transport import CONTROL_BYTES
 from hypothesis import given
 from hypothesis import strategies as st
+
+
+class Sender:
+    """Transport as far as a control writes to it: `sent` holds (peer, message)."""
+
+    def __init__(self, rank, size, send=None):
+        self.rank, self.size, self.sent = rank, size, []
+        self.send_control = send or (lambda *message: self.sent.append(message))
 
 
 class Network:
     """Carries control messages between controls, in any order that `choose` picks among the pairs of ranks."""
 
     def __init__(self, size, choose):
-        self.controls = [Control(rank, size) for rank in range(size)]
         self.choose, self.queues = choose, {}
+        self.controls = [Control(Sender(rank, size, partial(self.send, rank))) for rank in range(size)]
         self.dead = None  # a pair of ranks
 
-    def send(self, source, messages):
-        for target, message in messages:
-            assert len(message) <= CONTROL_BYTES
-            self.queues.setdefault((source, target), []).append(message)
+    def send(self, source, target, message):
+        assert len(message) <= CONTROL_BYTES
+        self.queues.setdefault((source, target), []).append(message)
 
     def deliver_all(self):
         while self.queues:
@@ -32,7 +42,7 @@ class Network:
             if not self.queues[pair]:
                 del self.queues[pair]
             if pair != self.dead:
-                self.send(target, self.controls[target].receive(message))
+                self.controls[target].receive(message)
 
 
 def network_of(data, size):
@@ -43,7 +53,7 @@ def network_of(data, size):
 def test_several_requests_one_abort_reason(data, size):
     network = network_of(data, size)
     for rank in data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=size, unique=True)):
-        network.send(rank, network.controls[rank].request_abort(f"reason of rank {rank}"))
+        network.controls[rank].request_abort(f"reason of rank {rank}")
     network.deliver_all()
     reasons = {control.abort_reason for control in network.controls}
     assert len(reasons) == 1
@@ -61,7 +71,7 @@ def test_without_the_arbiter_the_next_rank_decides_for_all_that_are_left(data, s
         lost = [lambda c=control, peer=peer: c.lose(peer) for peer in range(gone)]
         request = [lambda c=control, rank=rank: c.request_abort(f"reason of rank {rank}")]
         for act in data.draw(st.permutations(lost + request)):
-            network.send(rank, [(to, message) for to, message in act() if to in alive])
+            act()
         network.queues = {pair: messages for pair, messages in network.queues.items() if pair[1] in alive}
     network.deliver_all()
     reasons = {network.controls[rank].abort_reason for rank in alive}
@@ -76,37 +86,39 @@ def test_one_dead_link_does_not_make_two_reasons(dead, data, size):
     network = network_of(data, size)
     network.dead = dead
 
-    def act(rank, messages):
-        network.send(rank, messages)
-        network.deliver_all()
-
     for control in data.draw(st.permutations(network.controls)):
-        act(control.rank, control.request_abort(f"reason of rank {control.rank}"))
+        control.request_abort(f"reason of rank {control.rank}")
+        network.deliver_all()
     for step in (Control.ask, lambda control: control.lose(control.arbiter)):
         for control in data.draw(st.permutations(network.controls)):
             if control.abort_reason is None:
-                act(control.rank, step(control))
+                step(control)
+                network.deliver_all()
     reasons = {control.abort_reason for control in network.controls}
     assert len(reasons) == 1
     assert None not in reasons
 
 
 def test_who_has_not_heard_the_abort_reason_is_told_again():
-    arbiter = Control(0, 3)
+    arbiter, late = Control(Sender(0, 3)), Control(Sender(2, 3))
     arbiter.request_abort("first")
-    [(_, late)] = Control(2, 3).request_abort("second")
-    [(target, message)] = arbiter.receive(late)
-    other = Control(2, 3)
+    arbiter.transport.sent.clear()
+    late.request_abort("second")
+    arbiter.receive(late.transport.sent[0][1])
+    [(target, message)] = arbiter.transport.sent
+    other = Control(Sender(2, 3))
     other.receive(message)
     assert (target, other.abort_reason) == (2, "first")
 
 
 @given(flip=st.integers(0, 1 << 20), rank=st.integers(0, 1))
 def test_a_letter_that_was_changed_on_its_way_is_a_reason(flip, rank):
-    [(_, message)] = Control(1, 2).request_abort("whatever")
+    sender = Control(Sender(1, 2))
+    sender.request_abort("whatever")
+    [(_, message)] = sender.transport.sent
     changed = bytearray(message)
     changed[flip // 8 % len(changed)] ^= 1 << flip % 8
-    control = Control(rank, 2)
+    control = Control(Sender(rank, 2))
     control.receive(bytes(changed))
     if rank == 0:
         assert control.abort_reason == "rank 0 got a corrupted control message: the network changes bits"
@@ -121,14 +133,14 @@ def test_a_wait_with_other_facts_becomes_an_abort_reason(data, size):
     waiting, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
     late = data.draw(st.booleans())
     controls = network.controls
-    network.send(waiting, controls[waiting].called(4, "gtopk(k=3)"))
+    controls[waiting].called(4, "gtopk(k=3)")
     if not late:
-        network.send(other, controls[other].called(4, "gtopk(k=5)"))
-    network.send(waiting, controls[waiting].waits(4, "gtopk(k=3)", [other]))
+        controls[other].called(4, "gtopk(k=5)")
+    controls[waiting].waits(4, "gtopk(k=3)", [other])
     network.deliver_all()
     assert (controls[0].abort_reason is None) == late
     if late:
-        network.send(other, controls[other].called(4, "gtopk(k=5)"))
+        controls[other].called(4, "gtopk(k=5)")
         network.deliver_all()
     reason = controls[0].abort_reason
     assert {control.abort_reason for control in controls} == {reason}
@@ -141,15 +153,18 @@ def test_a_late_or_early_peer_is_no_reason(data, mine, theirs):
     network = network_of(data, 2)
     for rank, most in ((0, mine), (1, theirs)):
         for number in range(most + 1):
-            network.send(rank, network.controls[rank].called(number, f"call {number}"))
-    network.send(0, network.controls[0].waits(mine, f"call {mine}", [1]))
+            network.controls[rank].called(number, f"call {number}")
+    network.controls[0].waits(mine, f"call {mine}", [1])
     network.deliver_all()
     assert [control.abort_reason for control in network.controls] == [None, None]
 
 
 def test_who_leaves_is_known_to_all():
     network = Network(3, lambda n: 0)
-    network.send(2, network.controls[2].departs("ValueError: boom", 3))
+    for number in range(4):
+        network.controls[2].called(number, "sum")
+    network.controls[2].in_flight -= {0, 1, 2}
+    network.controls[2].depart("ValueError: boom")
     network.deliver_all()
     assert [control.departed for control in network.controls] == [{2: "ValueError: boom"}, {2: "ValueError: boom"}, {}]
     assert network.controls[0].departed_before(2, [1, 2]) == []  # it had ended that call: what it sent may be in flight
@@ -157,11 +172,12 @@ def test_who_leaves_is_known_to_all():
 
 
 def test_a_long_reason_fits_its_letter():
-    control = Control(1, 2)
-    [(target, message)] = control.request_abort("é" * 9000)
+    control = Control(Sender(1, 2))
+    control.request_abort("é" * 9000)
+    [(target, message)] = control.transport.sent
     assert target == 0
     assert len(message) <= CONTROL_BYTES
-    arbiter = Control(0, 2)
+    arbiter = Control(Sender(0, 2))
     arbiter.receive(message)
     assert arbiter.abort_reason.startswith("ééé")
 

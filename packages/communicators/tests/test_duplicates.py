@@ -66,9 +66,9 @@ def test_a_duplicate_that_is_dropped_without_closing_departs_at_the_end_all_the_
     of_rank_0 = [one for one in engine()._listened_to() if one.rank == 0 and one.transport.network in networks(comms)]
     depart(of_rank_0, "it exited", timeout=0.0)
     try:
-        assert soon(lambda: comms[1].awaited() == kept.awaited() == [])
+        assert soon(lambda: comms[1].control.awaited() == kept.control.awaited() == [])
     finally:
-        engine().forget(kept)  # else this process would wait as well
+        engine().forget(kept.control)  # else this process would wait as well
 
 
 def networks(comms):

@@ -72,7 +72,7 @@ class Failing:
 
 @pytest.mark.parametrize(("receives", "sends"), [({1: None, 2: Failing()}, {}), ({}, {1: None, 2: Failing()})])
 def test_the_rank_whose_message_fails_is_named(receives, sends):
-    pending = mpi._PendingRound(None, None, receives, sends, {}, {}, None)
+    pending = mpi._PendingRound(None, None, None, receives, sends, {}, {})
     with pytest.raises(PeerLost) as raised:
         pending.done()
     assert (raised.value.peer, raised.value.died) == (2, True)

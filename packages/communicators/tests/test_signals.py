@@ -271,7 +271,7 @@ def test_who_does_not_close_is_named_and_the_others_fail():
 def test_a_peer_that_has_departed_is_not_waited_for():
     comms = ranks(3)
     made = on_all(comms, lambda comm: comm.signals())
-    made[2]._comm.depart("it exited")
+    made[2]._comm.control.depart("it exited")
     assert soon(lambda: made[0].departed == made[1].departed == {2})
     for one in made[:2]:
         one.send(2, 1)
@@ -285,7 +285,7 @@ def test_a_peer_that_has_departed_is_not_waited_for():
 def test_a_failed_communicators_signals_go_on_and_it_makes_no_new_ones():
     comms = ranks(2)
     made = on_all(comms, lambda comm: comm.signals())
-    comms[0].request_abort("by hand")
+    comms[0].control.request_abort("by hand")
     assert soon(lambda: comms[1].control.abort_reason)
     with pytest.raises(CollectiveError, match="by hand"):
         comms[0].signals()
@@ -333,7 +333,7 @@ def test_a_lost_connection_departs(monkeypatch):
     made[0].send(1, 1)
     assert soon(lambda: made[0].departed == {1})
     made[0].send(1, 2)
-    made[1]._comm.lose(0)
+    made[1]._comm.control.lose(0)
     assert on_all(made, lambda one: one.close()) == [None, None]
 
 

@@ -6,13 +6,15 @@ import contextlib
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from communicators import Payload, Round, start
 from communicators.background.call import Call
-from communicators.background.outstanding_call import OutstandingCall
+from communicators.background.control import Control
 from communicators.background.streams import SideStreams, given
+from communicators.background.transport_communicator import OutstandingCall
 from communicators.errors import CollectiveError
 from communicators.schedules.dense import ring_allreduce
 from ranks_on_threads import on_all, ranks
@@ -71,19 +73,20 @@ class Slow:
 
 
 class Comm:
-    """As much of a communicator as a call without messages asks for."""
+    """As much of a communicator, and of its transport, as a call without messages asks for."""
 
-    rank, size, timeout = 0, 2, 1.0
+    rank, size, untagged = 0, 2, None
 
     def __init__(self):
-        self.lock = threading.RLock()
-        self.control = type("Control", (), {"abort_reason": None})()
+        self.transport, self.control, self.said = self, Control(self), []
+        self.engine = SimpleNamespace(inline=False)
 
-    def over(self, call):
-        pass
+    def send_control(self, peer, message):
+        self.said.append(message)
 
-    def detaches(self, unsent):
-        return all(pending.done() for pending in unsent)
+
+def outstanding_of(comm, schedule, facts):
+    return OutstandingCall(comm, Call(schedule, rank=0, size=2, facts=facts, number=0), 1.0, CPU, comm.control)
 
 
 def test_a_call_is_over_when_its_stream_is_idle():
@@ -91,13 +94,12 @@ def test_a_call_is_over_when_its_stream_is_idle():
         return 7
         yield
 
-    call = Call(result(), rank=0, size=2, facts="nothing", number=0)
-    outstanding, side = OutstandingCall(Comm(), call, 1.0, CPU), Slow()
+    outstanding, side = outstanding_of(Comm(), result(), "nothing"), Slow()
     outstanding.side = side
     assert not outstanding.advance()
     assert not outstanding.advance()
     assert side.asked.is_set()
-    assert not outstanding.finished.is_set()
+    assert not outstanding.is_completed()
     side.idle.set()
     assert outstanding.advance()
     assert outstanding.result() == 7
@@ -108,13 +110,13 @@ def test_a_stream_that_fails_fails_the_call():
         def current(self):
             raise RuntimeError("device-side assert")
 
-    comm, said = Comm(), []
-    comm.request_abort = lambda reason: said.append(reason) or setattr(comm.control, "abort_reason", reason)
-    outstanding = OutstandingCall(comm, Call(iter([]), rank=0, size=2, facts="sum", number=0), 1.0, CPU)
+    comm = Comm()
+    outstanding = outstanding_of(comm, iter([]), "sum")
     outstanding.call.close = lambda: None
     outstanding.side = Broken()
     assert outstanding.advance()
-    assert said == ["rank 0 failed in sum: RuntimeError: device-side assert"]
+    assert comm.control.abort_reason == "rank 0 failed in sum: RuntimeError: device-side assert"
+    assert len(comm.said) == 1
     with pytest.raises(CollectiveError, match="device-side assert"):
         outstanding.result()
 

@@ -19,9 +19,10 @@ from communicators import (
     run,
     start,
 )
-from communicators.background import control, outstanding_call, transport_communicator
+from communicators.background import control, sends, transport_communicator
 from communicators.background.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
 from communicators.background.transport import PeerLost
+from communicators.background.transport_communicator import drive
 from communicators.worlds.gloo import Waiters
 from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
 
@@ -48,6 +49,17 @@ def test_a_wait_that_times_out_names_call_round_and_peer_and_the_call_goes_on():
     assert not work.is_completed()
     assert run(ping(comms[1]), comms[1], facts="ping") == 0
     assert work.wait(timeout=10) == 1
+
+
+def test_all_who_wait_for_a_call_go_on_when_it_is_over():
+    comms = ranks(2)
+    work = start(ping(comms[0]), comms[0], facts="ping")
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(work.wait, timeout) for timeout in (None, 60.0, None, 60.0)]
+        time.sleep(0.05)
+        run(ping(comms[1]), comms[1], facts="ping")
+        assert [one.result(timeout=10) for one in waiting] == [1] * 4
+    assert work.wait(timeout=0.0) == 1
 
 
 def test_an_error_of_one_transport_is_its_own_communicators_and_the_engine_goes_on():
@@ -90,7 +102,7 @@ def test_a_lost_connection_is_news_until_a_letter_says_why(monkeypatch):
 
 def test_a_peer_that_died_is_named_at_once(monkeypatch):
     """mpiexec, which ends the others, leaves no time to wait for a reason."""
-    monkeypatch.setattr(outstanding_call, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(transport_communicator, "GRACE_SECONDS", 60.0)
     comms = ranks(2)
 
     def died(self):
@@ -102,7 +114,7 @@ def test_a_peer_that_died_is_named_at_once(monkeypatch):
 
 
 def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_in_flight(monkeypatch):
-    monkeypatch.setattr(outstanding_call, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(transport_communicator, "GRACE_SECONDS", 0.05)
     comms = ranks(3)
     comms[0].transport.network.delay = 0.6
     for comm in comms:
@@ -114,7 +126,7 @@ def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_in_fli
 def test_closing_after_a_failure_waits_for_what_it_ends():
     comms = ranks(2)
     works = [start(late(comm), comm, facts="late") for comm in comms[:1]]
-    comms[0].request_abort("by hand")
+    comms[0].control.request_abort("by hand")
     assert on_all(comms, lambda comm: comm.close()) == [None, None]
     with pytest.raises(CollectiveError, match="by hand"):
         works[0].wait(timeout=10)
@@ -193,7 +205,7 @@ def test_a_call_waits_busily_in_every_round_at_first():
         def watch(self):
             pass
 
-    Engine().drive(Polled(), naps.append)
+    drive(Polled(), Engine(), naps.append)
     assert naps == [LONGEST_NAP_SECONDS]
 
 
@@ -209,11 +221,7 @@ def receipts(monkeypatch):
 
 def unsent(comms):
     controls = [comm.control for comm in comms]
-    return [
-        one
-        for one in list(engine()._driven)
-        if isinstance(one, outstanding_call.DetachedSends) and one.control in controls
-    ]
+    return [one for one in list(engine()._driven) if isinstance(one, sends.UnsentMessages) and one.control in controls]
 
 
 def test_rounds_and_calls_do_not_wait_for_receipts(receipts):
@@ -244,17 +252,17 @@ def test_closing_waits_for_receipts(receipts):
 def test_what_a_failed_communicator_has_left_behind_is_given_up(receipts):
     comms = ranks(2)
     on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
-    comms[0].request_abort("by hand")
+    comms[0].control.request_abort("by hand")
     assert soon(lambda: not unsent(comms))
     assert len(receipts.cancelled) >= 2
 
 
 def test_receipts_of_a_peer_that_has_left_or_is_lost_do_not_come(receipts, monkeypatch):
-    monkeypatch.setattr(outstanding_call, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(sends, "GRACE_SECONDS", 0.05)
     comms = ranks(2)
     on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
     monkeypatch.setattr(Waiting, "missing", lambda pending: list(pending.action.sends))
-    comms[1].depart("it exited")
+    comms[1].control.depart("it exited")
     assert soon(lambda: [one.control for one in unsent(comms)] == [comms[1].control])
 
     def lost(pending):

@@ -154,8 +154,7 @@ class Communicator(ABC):
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
         """Single integers from any rank to any other at any time; see `Signals`. Collective, as `duplicate()` is.
 
-        They are a duplicate of this communicator, counted as one: its errors do not reach them, and `close()` frees
-        them.
+        They are a duplicate of this communicator, counted as one: it may fail without them, and `close()` frees them.
 
         Args:
             on_signal: Called with (source, value) for each signal that comes, by the background engine's thread within

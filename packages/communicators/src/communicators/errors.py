@@ -41,12 +41,6 @@ def lost(rank: int) -> str:
     return f"rank {rank} is gone: its connection was lost"
 
 
-def waits(rank: int, number: int, facts: str, turn: int, peers: list[int]) -> str:
-    """Phrase that says who waits for whom."""
-    whom = ", ".join(str(peer) for peer in sorted(peers)) or "nobody"
-    return f"rank {rank} waits for rank {whom} in call {number}, round {turn} of {facts}"
-
-
 def describe(error: BaseException) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -156,8 +156,7 @@ def among(schedule: Schedule[T], members: Sequence[int], facts: str) -> Schedule
             try:
                 action = next(schedule) if received is None else schedule.send(received)
             except StopIteration as stop:
-                result: T = stop.value
-                return result
+                return cast(T, stop.value)
             received = {
                 positions[member]: payload for member, payload in (yield _named(action, members, facts)).items()
             }

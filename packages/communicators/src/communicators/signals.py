@@ -58,6 +58,8 @@ class Signals(ABC):
 
     def __init__(self, rank: int, size: int, on_signal: OnSignal | None) -> None:
         self.rank, self.size, self._on_signal = rank, size, on_signal
+        self._unread: dict[tuple[int, int], None] = {}  # an ordered set of what has come
+        self._closed = False
 
     def send(self, peer: int, value: int) -> None:
         """Sends an integer to one rank, which may be this one; does not wait for it.
@@ -160,8 +162,16 @@ class Signals(ABC):
     @abstractmethod
     def _send(self, peers: Sequence[int], value: int) -> None: ...
 
-    @abstractmethod
-    def _take(self) -> list[tuple[int, int]]: ...
+    def _take(self) -> list[tuple[int, int]]:
+        if not self._unread:
+            self.check()
+        taken, self._unread = list(self._unread), {}
+        return taken
+
+    def _refuse_if_closed(self) -> None:
+        self.check()
+        if self._closed:
+            raise CollectiveError("these signals are closed")
 
 
 def refuse_too_many_waiting(peer: int, waiting: int) -> None:

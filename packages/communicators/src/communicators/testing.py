@@ -84,23 +84,41 @@ def check_laws(
         world and there, with its rank's input, and must get the same bits.
     """
     size = len(inputs)
-    results = None
+    results: list[R] = []
     for world in worlds(size) if comm is None else [SimulatedWorld(size)]:
         again = world.run(lambda c: collective(c, inputs[c.rank]))
-        if results is None:
-            results = again
+        results = results or again
         for rank in range(size):
-            _same_bits(total(again[rank]), total(results[0]), f"agreement: rank {rank} against rank 0 of {size}")
-            if dropped is not None:
-                _same_bits(dropped(again[rank]), dropped(results[rank]), f"worlds: what rank {rank} dropped")
-            if traffic is not None:
-                sent = world.bytes_sent[rank], world.messages_sent[rank]
-                assert sent == traffic(rank, size), f"bytes: rank {rank} of {size}: {sent} != {traffic(rank, size)}"
-    assert results is not None
+            sent = world.bytes_sent[rank], world.messages_sent[rank]
+            _check_rank(rank, again[rank], results, sent, total, dropped, traffic)
     _check_conservation(results, [dense(x) for x in inputs], total, dropped)
     if comm is not None:
-        _check_real_world(comm, collective, inputs, results, total, dropped, traffic)
+        assert comm.size == size, f"{size} inputs for {comm.size} ranks"
+        nbytes, messages = comm.bytes_sent, comm.messages_sent
+        real = collective(comm, inputs[comm.rank])
+        sent = comm.bytes_sent - nbytes, comm.messages_sent - messages
+        _check_rank(comm.rank, real, results, sent, total, dropped, traffic)
     return results
+
+
+def _check_rank(
+    rank: int,
+    result: R,
+    expected: list[R],
+    sent: tuple[int, int],
+    total: Callable[[R], Tensor],
+    dropped: Callable[[R], Tensor] | None,
+    traffic: Callable[[int, int], tuple[int, int]] | None,
+) -> None:
+    """Asserts agreement with rank 0's total of the first world, that worlds agree on what was dropped, and bytes."""
+    size = len(expected)
+    _same_bits(
+        total(result), total(expected[0]), f"agreement: rank {rank} against rank 0 of {size}, in the first world"
+    )
+    if dropped is not None:
+        _same_bits(dropped(result), dropped(expected[rank]), f"worlds: what rank {rank} dropped")
+    if traffic is not None:
+        assert sent == traffic(rank, size), f"bytes: rank {rank} of {size}: {sent} != {traffic(rank, size)}"
 
 
 def _check_conservation(
@@ -112,26 +130,6 @@ def _check_conservation(
         if dropped is not None:
             kept = kept + dropped(result).double()
     assert torch.equal(given, kept), f"conservation: inputs sum to {given}, total + dropped to {kept}"
-
-
-def _check_real_world(
-    comm: Communicator,
-    collective: Callable[[Communicator, X], R],
-    inputs: Sequence[X],
-    results: list[R],
-    total: Callable[[R], Tensor],
-    dropped: Callable[[R], Tensor] | None,
-    traffic: Callable[[int, int], tuple[int, int]] | None,
-) -> None:
-    assert comm.size == len(inputs), f"{len(inputs)} inputs for {comm.size} ranks"
-    nbytes, messages = comm.bytes_sent, comm.messages_sent
-    real, simulated = collective(comm, inputs[comm.rank]), results[comm.rank]
-    _same_bits(total(real), total(simulated), f"worlds: total on rank {comm.rank}")
-    if dropped is not None:
-        _same_bits(dropped(real), dropped(simulated), f"worlds: dropped on rank {comm.rank}")
-    if traffic is not None:
-        sent = comm.bytes_sent - nbytes, comm.messages_sent - messages
-        assert sent == traffic(comm.rank, comm.size), f"bytes: {sent} != {traffic(comm.rank, comm.size)}"
 
 
 def _same_bits(a: Tensor, b: Tensor, what: str) -> None:

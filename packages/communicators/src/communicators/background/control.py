@@ -1,7 +1,7 @@
 """Agreement of all ranks on one reason why a collective cannot proceed, by control messages beside the data.
 
-`Control` is pure: messages in, messages out; a world only carries them. Rank 0 is the arbiter, or the lowest rank that
-can still be reached: the first reason that reaches it becomes the abort reason that every rank raises.
+Rank 0 is the arbiter, or the lowest rank that can still be reached: the first reason that reaches it becomes the abort
+reason that every rank raises.
 
 - A rank that has waited for a while writes `waits` to the peers that it waits for. They compare its facts with what
   they called under the same number; a later call is remembered and compared when they come to it.
@@ -9,7 +9,7 @@ can still be reached: the first reason that reaches it becomes the abort reason 
   which sends the abort reason to all.
 - A rank that gets no answer asks all others, who tell it the abort reason or ask the arbiter in its stead, so that one
   link that is dead does not make two reasons. Still without an answer it takes the next rank for the arbiter.
-- A rank that exits writes `leaves` to all.
+- A rank that exits writes `departed` to all.
 """
 
 from __future__ import annotations
@@ -19,36 +19,44 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from communicators import errors
-
-if TYPE_CHECKING:
-    from communicators.background.call import Call
-    from communicators.background.engine import Engine
-    from communicators.background.transport import Pending, Transport
+from communicators.background.transport import CONTROL_BYTES, Transport
 
 REMEMBERED_CALLS = 1024
-CONTROL_BYTES = 2048
 CHECK_BYTES = 4
-ControlMessages = list[tuple[int, bytes]]  # to whom, what
+ABORT_SECONDS = 5.0
+"""Wait for an abort reason, after which a rank raises its own.
+
+After half of it all ranks are asked for one, after three quarters the next arbiter.
+"""
+FAILED_DEPARTURE_SECONDS = 5.0
+"""Longest time that the end of a process waits for the peers of a communicator that has failed."""
 
 
 class Control:
-    """Abort protocol of one rank.
+    """Abort protocol of one rank, over a transport. alone: of an attempt, whose reasons stay on this rank.
 
     abort_reason: reason that all ranks raise, once there is one. told: whether a call of this rank has raised it.
     departed: ranks that have left, and why. ended_calls: how many of the first calls each of those had ended: what it
-    sent in them may still be in flight. lost: ranks that cannot be reached any more.
+    sent in them may still be in flight. lost: ranks that cannot be reached any more. in_flight: numbers of this rank's
+    calls that are not over. released: whether the transport is closed. lock: held while any of it changes, because the
+    engine's thread listens while the caller's thread calls.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, transport: Transport, *, alone: bool = False) -> None:
+        self.transport, self.rank, self.alone = transport, transport.rank, alone
+        self.ranks = {self.rank} if alone else set(range(transport.size))
+        self.lock = threading.RLock()
         self.abort_reason: str | None = None
-        self.told = False
+        self.told = self.released = False
         self.departed: dict[int, str] = {}
         self.ended_calls: dict[int, int] = {}
         self.lost: set[int] = set()
+        self.in_flight: set[int] = set()
         self._reason: str | None = None
         self._asked_by: set[int] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
@@ -57,85 +65,185 @@ class Control:
     @property
     def arbiter(self) -> int:
         """Rank that decides on the abort reason, as far as this rank knows."""
-        return min(set(range(self.size)) - self.lost)
+        return min(self.ranks - self.lost)
 
-    def called(self, number: int, facts: str) -> ControlMessages:
+    def called(self, number: int, facts: str) -> None:
         """Records a call of this rank, and compares its facts with those of a peer that waits in it."""
-        self._mine[number] = facts
-        if len(self._mine) > REMEMBERED_CALLS:
-            self._mine.popitem(last=False)
-        waiting = self._theirs.pop(number, None)
-        return self._compare(number, *waiting) if waiting else []
+        with self.lock:
+            self.in_flight.add(number)
+            self._mine[number] = facts
+            if len(self._mine) > REMEMBERED_CALLS:
+                self._mine.popitem(last=False)
+            if waiting := self._theirs.pop(number, None):
+                self._compare(number, *waiting)
 
-    def waits(self, number: int, facts: str, peers: list[int]) -> ControlMessages:
+    def waits(self, number: int, facts: str, peers: Iterable[int]) -> None:
         """Tells these peers that this rank has waited long for them."""
-        return [(peer, _encoded(kind="waits", rank=self.rank, number=number, facts=facts)) for peer in peers]
+        self._write(self.ranks.intersection(peers), kind="waits", rank=self.rank, number=number, facts=facts)
 
-    def request_abort(self, reason: str) -> ControlMessages:
+    def request_abort(self, reason: str) -> None:
         """Requests an abort for a reason that this rank has found; its first reason counts."""
-        self._reason = self._reason or reason
-        if self.abort_reason is not None:
-            return []
-        if self.rank == self.arbiter:
-            return self._decide(self._reason)
-        return [(self.arbiter, _encoded(kind="request", rank=self.rank, reason=self._reason))]
+        with self.lock:
+            self._reason = self._reason or reason
+            if self.abort_reason is not None:
+                return
+            if self.rank == self.arbiter:
+                self._decide(self._reason, self._others)
+            else:
+                self._write([self.arbiter], kind="request", rank=self.rank, reason=self._reason)
 
-    def ask(self) -> ControlMessages:
+    def ask(self) -> None:
         """Asks all ranks, as the arbiter does not answer: it may have told others, or they can still reach it."""
-        return self._to_all(_encoded(kind="asks", rank=self.rank, reason=self._reason))
+        self._write(self._others, kind="asks", rank=self.rank, reason=self._reason)
 
-    def lose(self, peer: int) -> ControlMessages:
+    def lose(self, peer: int) -> None:
         """Marks a peer that cannot be reached or does not answer; if it was the arbiter, the next one is asked."""
-        before = self.arbiter
-        self.lost.add(peer)
-        return [] if self._reason is None or self.arbiter == before else self.request_abort(self._reason)
+        with self.lock:
+            before = self.arbiter
+            self.lost.add(peer)
+            if self._reason is not None and self.arbiter != before:
+                self.request_abort(self._reason)
 
-    def departs(self, why: str, calls: int) -> ControlMessages:
-        """Tells all ranks that this one exits, and that its first `calls` calls are over."""
-        return self._to_all(_encoded(kind="departed", rank=self.rank, why=why, calls=calls))
+    def depart(self, why: str) -> None:
+        """Tells all ranks that this one departs, and how many of its first calls are over."""
+        with self.lock, self._noted():
+            calls = min(self.in_flight, default=next(reversed(self._mine), -1) + 1)
+            self._write(self._others, kind="departed", rank=self.rank, why=why, calls=calls)
 
-    def receive(self, message: bytes) -> ControlMessages:
+    def listen(self) -> bool:
+        """Reads the control messages that have come, and answers; False where the transport has failed."""
+        with self.lock, self._noted():
+            if not self.released:
+                for message in self.transport.read_control():
+                    self.receive(message)
+                for peer in set(self.transport.unreachable()) - self.lost:
+                    self.lose(peer)
+            return True
+        return False
+
+    def receive(self, message: bytes) -> None:
         """Handles a control message that has come."""
         content = _decoded(message)
         if content is None:
-            return self.request_abort(f"rank {self.rank} got a corrupted control message: the network changes bits")
-        if content["kind"] == "request":  # also where this is not the arbiter: the sender has lost those before it
-            sender = content["rank"]
-            return self._decide(content["reason"]) or [(sender, _encoded(kind="abort", reason=self.abort_reason))]
-        if content["kind"] == "asks" and self.abort_reason is None:
-            self._asked_by.add(content["rank"])
-            return self.request_abort(content["reason"])
-        if content["kind"] == "asks":
-            return [(content["rank"], _encoded(kind="abort", reason=self.abort_reason))]
-        if content["kind"] == "abort" and self.abort_reason is None:
-            self.abort_reason = content["reason"]
-            return [(rank, message) for rank in sorted(self._asked_by)]
-        if content["kind"] == "departed":
-            self.departed[content["rank"]], self.ended_calls[content["rank"]] = content["why"], content["calls"]
-        elif content["kind"] == "waits":
-            return self._compare(content["number"], content["rank"], content["facts"])
-        return []
+            self.request_abort(f"rank {self.rank} got a corrupted control message: the network changes bits")
+            return
+        kind: str = content["kind"]
+        rank: Any = content.get("rank")
+        reason: Any = content.get("reason")
+        if kind == "departed":
+            self.departed[rank], self.ended_calls[rank] = content["why"], content["calls"]
+        elif kind == "waits":
+            self._compare(content["number"], rank, content["facts"])
+        elif kind == "abort" and self.abort_reason is None:
+            self.abort_reason = reason
+            self._write(self._asked_by, kind="abort", reason=reason)
+        elif kind != "abort" and self.abort_reason is not None:
+            self._write([rank], kind="abort", reason=self.abort_reason)
+        elif kind == "request":  # also where this is not the arbiter: the sender has lost those before it
+            self._decide(reason, self._others | {rank})
+        elif kind == "asks":
+            self._asked_by.add(rank)
+            self.request_abort(reason)
 
-    def departed_before(self, number: int, peers: list[int]) -> list[int]:
+    def departed_before(self, number: int, peers: Iterable[int]) -> list[int]:
         """Peers that have left and will not take part in this call."""
         return sorted(peer for peer in peers if peer in self.departed and number >= self.ended_calls[peer])
 
-    def _compare(self, number: int, rank: int, facts: str) -> ControlMessages:
+    def missing(self) -> list[int]:
+        """The peers that have not departed."""
+        return sorted(self.ranks - {self.rank, *self.departed})
+
+    def awaited(self) -> list[int]:
+        """Peers that may still depart; none where control messages cannot be exchanged any more."""
+        others = sorted(set(self.missing()) - self.lost)
+        return others if others and self.transport.closing() else []
+
+    def awaits(self, waited: float, timeout: float | None) -> bool:
+        """Whether to wait longer for departures: by default as long as the transport says, less after a failure."""
+        if timeout is None:
+            usual = self.transport.departure_seconds
+            timeout = usual if self.abort_reason is None else min(usual, FAILED_DEPARTURE_SECONDS)
+        return waited < timeout and bool(self.awaited())
+
+    def release(self) -> None:
+        """Closes the transport, which nobody uses from then on."""
+        with self.lock, self._noted():
+            self.released = True
+            self.transport.close()
+
+    def _compare(self, number: int, rank: int, facts: str) -> None:
         mine = self._mine.get(number)
         if mine is None:
             if not self._mine or number > next(reversed(self._mine)):  # to come; one that is long past is forgotten
                 self._theirs[number] = (rank, facts)
-            return []
-        return [] if mine == facts else self.request_abort(errors.mismatch(number, self.rank, mine, rank, facts))
+        elif mine != facts:
+            self.request_abort(errors.mismatch(number, self.rank, mine, rank, facts))
 
-    def _decide(self, reason: str) -> ControlMessages:
-        if self.abort_reason is not None:
-            return []
+    def _decide(self, reason: str, tell: set[int]) -> None:
         self.abort_reason = reason
-        return self._to_all(_encoded(kind="abort", reason=reason))
+        self._write(tell, kind="abort", reason=reason)
 
-    def _to_all(self, message: bytes) -> ControlMessages:
-        return [(peer, message) for peer in range(self.size) if peer != self.rank and peer not in self.lost]
+    @property
+    def _others(self) -> set[int]:
+        return self.ranks - self.lost - {self.rank}
+
+    def _write(self, peers: Iterable[int], **content: object) -> None:
+        with self.lock:
+            for peer in () if self.released else sorted(peers):
+                self.transport.send_control(peer, _encoded(**content))
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Fails the communicator by an error of its transport on this rank, which others shall not have to bear."""
+        try:
+            yield
+        except Exception as error:
+            failed = f"rank {self.rank}'s transport failed: {errors.describe(error)}"
+            self.abort_reason = self.abort_reason or failed
+
+
+def depart(controls: Sequence[Control], why: str, timeout: float | None = None) -> list[int]:
+    """Departs from all peers, then reads control messages until they have departed too: an arbiter may be needed yet.
+
+    Returns the ranks that have not departed after `timeout` seconds, default each control's own limit.
+    """
+    for control in controls:
+        control.depart(why)
+    begin, awaited = time.monotonic(), list(controls)
+    while awaited:
+        awaited = [one for one in awaited if one.listen() and one.awaits(time.monotonic() - begin, timeout)]
+        time.sleep(0.005 if awaited else 0.0)
+    for control in controls:
+        control.release()
+    return sorted({rank for control in controls for rank in control.missing()})
+
+
+class RequestedAbort:
+    """Abort that this rank has requested.
+
+    reason: this rank's own; the agreed one, `control.abort_reason`, may be another rank's.
+    patience: seconds, default ABORT_SECONDS.
+    """
+
+    def __init__(self, control: Control, reason: str, *, patience: float | None = None) -> None:
+        self.reason, self._control = reason, control
+        patience = ABORT_SECONDS if patience is None else patience
+        begin = time.monotonic()
+        self._steps = [(begin + patience / 2, control.ask), (begin + patience * 3 / 4, self._take_the_next_arbiter)]
+        self._end = begin + patience
+        control.request_abort(reason)
+
+    def settled(self) -> bool:
+        """Whether there is an abort reason: the arbiter's, the next one's, or at last this rank's own."""
+        now = time.monotonic()
+        while self._control.abort_reason is None and self._steps and now > self._steps[0][0]:
+            self._steps.pop(0)[1]()
+        if self._control.abort_reason is None and now >= self._end:
+            self._control.abort_reason = self.reason
+        return self._control.abort_reason is not None
+
+    def _take_the_next_arbiter(self) -> None:
+        self._control.lose(self._control.arbiter)
 
 
 def _decoded(message: bytes) -> dict[str, Any] | None:
@@ -155,85 +263,3 @@ def _encoded(**content: object) -> bytes:
     longest = max(content, key=lambda key: len(str(content[key])))
     long = str(content[longest])
     return _encoded(**{**content, longest: long[: len(long) // 2] + "…"})
-
-
-ABORT_SECONDS = 5.0
-"""Wait for an abort reason, after which a rank raises its own.
-
-After half of it all ranks are asked for one, after three quarters the next arbiter.
-"""
-
-
-class CallOwner:
-    """Owner of calls over a transport, a communicator or an attempt: how an error of one becomes that of all ranks."""
-
-    def __init__(self, transport: Transport, engine: Engine) -> None:
-        self.rank, self.size, self.transport, self.engine = transport.rank, transport.size, transport, engine
-        self.control = Control(self.rank, self.size)
-        self.released = False  # the transport, which nobody uses from then on
-        self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
-
-    def count(self, nbytes: int, messages: int) -> None:
-        """Counts bytes and messages that this rank has sent."""
-        raise NotImplementedError
-
-    def detaches(self, unsent: list[Pending]) -> bool:
-        """Whether the last messages of a call are left to the engine, so that the call is over."""
-        raise NotImplementedError
-
-    def over(self, call: Call) -> None:
-        """Notes that a call has ended, or failed."""
-
-    def request_abort(self, reason: str) -> None:
-        """Tells the arbiter why a collective cannot proceed."""
-        with self.lock:
-            self._write(self.control.request_abort(reason))
-
-    def ask(self) -> None:
-        """Asks all ranks why a collective cannot proceed, as the arbiter does not answer."""
-        with self.lock:
-            self._write(self.control.ask())
-
-    def lose(self, peer: int) -> None:
-        """Marks a peer that cannot be reached any more, or does not answer."""
-        with self.lock:
-            self._write(self.control.lose(peer))
-
-    def report(self, call: Call, peers: list[int]) -> None:
-        """Tells the peers what this rank waits for."""
-        with self.lock:
-            self._write(self.control.waits(call.number, call.facts, peers))
-
-    def _write(self, messages: ControlMessages) -> None:
-        for peer, message in () if self.released else messages:
-            self.transport.send_control(peer, message)
-
-
-class RequestedAbort:
-    """Abort that this rank has requested.
-
-    reason: this rank's own; the agreed one, `control.abort_reason`, may be another rank's.
-    patience: seconds, default ABORT_SECONDS.
-    """
-
-    def __init__(self, comm: CallOwner, reason: str, *, patience: float | None = None) -> None:
-        self.reason = reason
-        self._comm, self._patience = comm, ABORT_SECONDS if patience is None else patience
-        self._begin, self._asked, self._asked_next = time.monotonic(), False, False
-        comm.request_abort(reason)
-
-    def settled(self) -> bool:
-        """Whether there is an abort reason: the arbiter's, the next one's, or at last this rank's own."""
-        control, waited = self._comm.control, time.monotonic() - self._begin
-        if control.abort_reason is not None:
-            return True
-        if waited > self._patience / 2 and not self._asked:
-            self._asked = True
-            self._comm.ask()
-        if waited > self._patience * 3 / 4 and not self._asked_next:
-            self._asked_next = True
-            self._comm.lose(control.arbiter)
-        if waited < self._patience:
-            return False
-        control.abort_reason = self.reason
-        return True

@@ -13,25 +13,24 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache, partial
-from typing import Protocol
+from queue import Empty, SimpleQueue
 
 from communicators import errors
+from communicators.background.control import FAILED_DEPARTURE_SECONDS, Control, depart
 
 LISTEN_SECONDS = 0.05
 BUSY_SECONDS = 50e-6
 SPIN_SECONDS = 100e-6
 LONGEST_NAP_SECONDS = 200e-6
 IDLE_SECONDS = 1e-3
-FAILED_DEPARTURE_SECONDS = 5.0
-"""Longest time that the end of a process waits for the peers of a communicator that has failed."""
 
 logger = logging.getLogger(__name__)
 
 
-class Driven(Protocol):
+class Driven(ABC):
     """Work that progresses when it is advanced, by the engine or by the thread that waits for it, never by both.
 
     progressed: time of its last progress, by time.monotonic(): the longer ago, the more rarely it is advanced.
@@ -39,47 +38,17 @@ class Driven(Protocol):
     """
 
     progressed: float
-    lingers: bool
+    lingers = False
 
+    @abstractmethod
     def advance(self) -> bool:
         """Progresses as far as it can without blocking; True once it is over, after which it is not advanced again."""
 
-    def watch(self) -> None:
+    def watch(self) -> None:  # noqa: B027 - most have no clock
         """Looks at the clock; called every few milliseconds while nothing advances."""
 
-    def abandon(self, error: BaseException | None) -> None:
+    def abandon(self, error: BaseException | None) -> None:  # noqa: B027
         """Releases work that is not advanced again. error: what it raised itself, None where the process ends."""
-
-
-class ControlListener(Protocol):
-    """Communicator whose control messages the engine reads.
-
-    threaded: whether another thread may read them while its owner computes.
-    """
-
-    @property
-    def threaded(self) -> bool: ...
-
-    def listen(self) -> None:
-        """Reads the control messages that have come."""
-
-    def depart(self, why: str) -> None:
-        """Tells all peers that this rank departs."""
-
-    def awaited(self) -> list[int]:
-        """The peers that may still say that they depart."""
-
-    def missing(self) -> list[int]:
-        """The peers that have not departed."""
-
-    def departure_seconds(self) -> float:
-        """Longest wait for the peers' departure, in seconds."""
-
-    def release(self) -> None:
-        """Lets go of the transport."""
-
-    def fail(self, error: BaseException) -> None:
-        """Fails the communicator, whose transport has failed on this rank."""
 
 
 @cache
@@ -90,59 +59,15 @@ def engine() -> Engine:
     return made
 
 
-class Alarm:
-    """Nap that another thread can end; a lock, as an Event takes twice as much of the core, 1,000 times a second."""
-
-    def __init__(self) -> None:
-        self._ringing = threading.Lock()
-        self._ringing.acquire()
-
-    def set(self) -> None:
-        """Ends the nap, or the next one if nobody naps."""
-        with suppress(RuntimeError):  # it rings already
-            self._ringing.release()
-
-    def wait(self, seconds: float) -> None:
-        """Naps for at most `seconds`."""
-        self._ringing.acquire(timeout=seconds)
-
-
-class Ending:
-    """Event that is cheaper than threading's: every call has one, and hardly any is waited for."""
-
-    def __init__(self) -> None:
-        self._before = threading.Lock()
-        self._before.acquire()
-        self._set = False
-
-    def is_set(self) -> bool:
-        """Whether the end has come."""
-        return self._set
-
-    def set(self) -> None:
-        """Marks the end; called by one thread at a time."""
-        if not self._set:
-            self._set = True
-            self._before.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end, at most `timeout` seconds; returns whether it has come."""
-        if self._set:
-            return True
-        if self._before.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-            self._before.release()  # for the next one who waits
-        return self._set
-
-
 class Engine:
     """Drives started work in the background, and reads the control messages of communicators."""
 
     def __init__(self) -> None:
         self._driven: list[Driven] = []
-        self._listeners: weakref.WeakSet[ControlListener] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[Control] = weakref.WeakSet()
         self._lock = threading.Lock()  # of the set, which grows in one thread while another walks it
-        self._alarm = Alarm()
-        self.wake = self._alarm.set  # ends a nap at once, because work that is driven has news
+        self._news: SimpleQueue[None] = SimpleQueue()  # an Event takes more of the core, 1,000 times a second
+        self.wake = partial(self._news.put, None)  # ends a nap at once, because work that is driven has news
         self._closing = False
         self._process = os.getpid()
         self.inline = False
@@ -154,11 +79,11 @@ class Engine:
         """Whether added work progresses while its owner computes."""
         return not self.inline and not self._closing
 
-    def listen_to(self, listener: ControlListener) -> None:
-        """Reads the listener's control messages from now on."""
+    def listen_to(self, control: Control) -> None:
+        """Reads these control messages from now on."""
         with self._lock:
-            self._listeners.add(listener)
-        if not listener.threaded:
+            self._listeners.add(control)
+        if not control.transport.threaded:
             if not self.inline:
                 logger.warning("this MPI was not initialised with THREAD_MULTIPLE: progress only inside our calls")
             self.inline = True
@@ -166,48 +91,43 @@ class Engine:
             self._thread = threading.Thread(target=self._live, name="communicators-engine", daemon=True)
             self._thread.start()
 
-    def forget(self, listener: ControlListener) -> None:
-        """Stops reading the listener's control messages."""
+    def forget(self, control: Control) -> None:
+        """Stops reading these control messages."""
         with self._lock:
-            self._listeners.discard(listener)
+            self._listeners.discard(control)
 
     def add(self, driven: Driven) -> None:
         """Drives work in the background, from now on."""
         self._driven.append(driven)
-        self.wake()
+        if self._thread is not None:
+            self.wake()
 
-    def drive(self, driven: Driven, nap: Callable[[float], None]) -> None:
-        """Polls work to its end in the calling thread.
+    def pause(self, driven: Driven, waited: float, nap: Callable[[float], None]) -> None:
+        """Does what else there is to do for a thread that polls work of its own.
 
-        It spins at first in every round, then naps in proportion to the wait: where ranks outnumber cores, they would
-        otherwise spin in the way of the one that they wait for.
+        Once it has spun for a while it naps, in proportion to the wait: where ranks outnumber cores, it would otherwise
+        spin in the way of the one that it waits for.
         """
-        while not driven.advance():
-            waited = time.monotonic() - driven.progressed
-            if self.inline:  # what was started before has no other thread
-                self._advance_all()
-            if waited > SPIN_SECONDS:
-                nap(min(waited / 8, LONGEST_NAP_SECONDS))
-                self._look_around([driven])
+        if self.inline:  # what was started before has no other thread
+            self._advance_all()
+        if waited > SPIN_SECONDS:
+            nap(min(waited / 8, LONGEST_NAP_SECONDS))
+            self._look_around([driven])
 
-    def wait(self, finished: Ending, timeout: float | None) -> bool:
-        """Waits for the end of added work; False when it is not over in time."""
-        if not self.inline:
-            return finished.wait(timeout)
+    def drive_until(self, over: Callable[[], bool], timeout: float | None) -> None:
+        """Drives all work in the calling thread, where no other may, until this is over, or time is."""
         end = None if timeout is None else time.monotonic() + timeout
         self._advance_all()
-        while not finished.is_set() and (end is None or time.monotonic() < end):
+        while not over() and (end is None or time.monotonic() < end):
             time.sleep(BUSY_SECONDS)
             self._advance_all()
-        return finished.is_set()
 
-    def drain(self, kind: Callable[[Driven], bool] = lambda driven: True) -> None:
+    def drain(self, kind: Callable[[Driven], bool] = lambda _: True) -> None:
         """Waits until no work of this kind lingers, in the calling thread where the engine's has ended."""
         while any(driven.lingers and kind(driven) for driven in list(self._driven)):
             if not self.drives:
                 self._advance_all()
-                for listener in self._listened_to():
-                    _guarded(listener, listener.listen)
+                self._listen()
             time.sleep(BUSY_SECONDS)
 
     def close(self) -> None:
@@ -215,7 +135,7 @@ class Engine:
         if os.getpid() != self._process or self._closing:
             return
         self._closing = True
-        self._alarm.set()
+        self.wake()
         if self._thread is not None:
             self._thread.join()
         for driven in [driven for driven in self._driven if not driven.lingers]:
@@ -227,25 +147,29 @@ class Engine:
 
     def leave(self, why: str, timeout: float | None = None) -> list[int]:
         """Departs from all peers of all communicators, which end with that: see `depart`."""
-        listeners = self._listened_to()
-        missing = depart(listeners, why, timeout)
-        for listener in listeners:
-            self.forget(listener)
+        controls = self._listened_to()
+        missing = depart(controls, why, timeout)
+        for control in controls:
+            self.forget(control)
         return missing
+
+    def on_thread(self) -> bool:
+        """Whether the caller runs in the engine's thread, which must not wait for itself."""
+        return threading.current_thread() is self._thread
 
     def _live(self) -> None:
         while not self._closing:
-            if self._driven:
-                self._advance_all()
-                self._alarm.wait(self._nap())
-            else:
-                self._look_around([])
-                self._alarm.wait(LISTEN_SECONDS)
-
-    def _nap(self) -> float:
-        """Length of a nap, in proportion to how long nothing has come: each poll takes time from computing threads."""
-        last = max((driven.progressed for driven in list(self._driven)), default=0.0)
-        return min(max((time.monotonic() - last) / 8, BUSY_SECONDS), IDLE_SECONDS)
+            self._advance_all()
+            nap = LISTEN_SECONDS
+            if driven := list(self._driven):  # in proportion to the wait: each poll takes time from computing threads
+                waited = time.monotonic() - max(one.progressed for one in driven)
+                nap = min(max(waited / 8, BUSY_SECONDS), IDLE_SECONDS)
+            try:  # not by `suppress`, which takes a fifth more of the core
+                self._news.get(timeout=nap)
+                while True:  # news of one thing or of many end one nap
+                    self._news.get_nowait()
+            except Empty:
+                pass
 
     def _advance_all(self) -> None:
         for driven in list(self._driven):
@@ -267,19 +191,17 @@ class Engine:
         for one in driven:
             self._guard(one, one.watch)
         now = time.monotonic()
-        if now - self._listened < LISTEN_SECONDS or not (self.inline or self.on_thread()):
-            return
-        self._listened = now
-        for listener in self._listened_to():
-            _guarded(listener, listener.listen)
+        if now - self._listened >= LISTEN_SECONDS and (self.inline or self.on_thread()):
+            self._listened = now
+            self._listen()
 
-    def _listened_to(self) -> list[ControlListener]:
+    def _listen(self) -> None:
+        for control in self._listened_to():
+            control.listen()
+
+    def _listened_to(self) -> list[Control]:
         with self._lock:
             return list(self._listeners)
-
-    def on_thread(self) -> bool:
-        """Whether the caller runs in the engine's thread, which must not wait for itself."""
-        return threading.current_thread() is self._thread
 
 
 def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
@@ -296,37 +218,3 @@ def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
         The ranks that did not depart in time.
     """
     return engine().leave("it ended after an error", timeout)
-
-
-def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None = None) -> list[int]:
-    """Departs from all listeners' peers, then reads control messages until they have departed too.
-
-    An arbiter may still be needed. Returns the ranks that have not departed after `timeout` seconds, default each
-    listener's own limit.
-    """
-    for listener in listeners:
-        _guarded(listener, partial(listener.depart, why))
-    begin = time.monotonic()
-    awaited = list(listeners)
-    while awaited:
-        awaited = [listener for listener in awaited if _guarded(listener, listener.listen)]
-        waited = time.monotonic() - begin
-        limits = [listener.departure_seconds() if timeout is None else timeout for listener in awaited]
-        awaited = [
-            listener for listener, limit in zip(awaited, limits, strict=True) if waited < limit and listener.awaited()
-        ]
-        time.sleep(0.005 if awaited else 0.0)
-    missing = {rank for listener in listeners for rank in listener.missing()}
-    for listener in listeners:
-        _guarded(listener, listener.release)
-    return sorted(missing)
-
-
-def _guarded(listener: ControlListener, look: Callable[[], None]) -> bool:
-    """Looks at one listener; an error of its transport (False) fails that communicator, and the engine goes on."""
-    try:
-        look()
-        return True
-    except Exception as error:
-        listener.fail(error)
-        return False

@@ -15,8 +15,9 @@ from contextlib import suppress
 from typing import Any
 
 from communicators import errors
-from communicators.background.attempt import TransportAttempt
-from communicators.background.control import CallOwner, RequestedAbort
+from communicators.background.control import Control, RequestedAbort
+from communicators.background.engine import Driven, Engine
+from communicators.background.sends import GRACE_SECONDS
 from communicators.background.transport import PeerLost
 from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
@@ -27,8 +28,6 @@ MOST_VALUES = 64
 """Most values in one message."""
 MOST_UNREAD = 4096
 """Most signals that wait for `poll()`; beyond, messages are left with the transport, and their senders wait."""
-GRACE_SECONDS = 0.5
-"""Longest time that the last message of a peer that has left may still be in flight."""
 LOOK_SECONDS = 0.1
 """Longest interval between two checks by a waiting rank."""
 FAIL_SECONDS = 10.0
@@ -37,30 +36,30 @@ FAIL_SECONDS = 10.0
 _HEAD = struct.Struct("<IHH")  # checksum of the rest, whether it is the last one, number of values
 
 
-class Signalling(CallOwner, Communicator):
-    """Communicator over a transport, as far as its signals use it."""
+class TransportSignals(Signals, Driven):
+    """Signals of one rank over a transport that carries nothing else; the engine sends and receives them.
 
-    def depart(self, why: str) -> None:
-        """Tells all peers that this rank departs."""
-        raise NotImplementedError
+    comm: communicator over that transport. attempt: starts a schedule with these facts over it.
+    """
 
-
-class TransportSignals(Signals):
-    """Signals of one rank over a transport that carries nothing else; the engine sends and receives them."""
-
-    lingers = False
-
-    def __init__(self, comm: Signalling, on_signal: OnSignal | None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        control: Control,
+        engine: Engine,
+        attempt: Callable[[Schedule[Any], str], Attempt],
+        on_signal: OnSignal | None,
+    ) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
-        self._comm, self._engine, self._line = comm, comm.engine, comm.transport.signal_line()
+        self._comm, self._control, self._engine, self._attempt = comm, control, engine, attempt
+        self._line = control.transport.signal_line()
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._waiting: dict[int, dict[int, None]] = {peer: {} for peer in range(comm.size)}  # ordered sets
         self._active: set[int] = set()  # peers for which something waits or is in flight
-        self._unread: dict[tuple[int, int], None] = {}
         self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
         self._left: dict[int, float] = {}  # since when a peer is known to have departed
         self._lock = threading.Lock()
-        self._leaving = self._closed = self._closing = False  # closing: nothing more is sent but what waits
+        self._leaving = self._closing = False  # closing: nothing more is sent but what waits
         self._over, self._news = threading.Event(), threading.Event()
         self._fail_with = ""  # reason for which this rank would have all ranks fail
         self._requested: RequestedAbort | None = None
@@ -72,7 +71,7 @@ class TransportSignals(Signals):
 
     @property
     def departed(self) -> frozenset[int]:
-        return frozenset(self._comm.control.departed) | self._comm.control.lost
+        return frozenset(self._control.departed) | self._control.lost
 
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -95,20 +94,18 @@ class TransportSignals(Signals):
         self._ends_within(FAIL_SECONDS)
 
     def check(self) -> None:
-        reason = self._comm.control.abort_reason
+        reason = self._control.abort_reason
         if reason is not None:
             mine = self._requested is not None and self._requested.reason == reason
             raise CollectiveError(reason) from (self._cause if mine else None)
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
-        if not self._comm.transport.outlives_ranks:
+        if not self._comm.outlives_ranks:
             return super().attempt(schedule, members, facts=facts)
-        made = TransportAttempt(self._comm, among(schedule, members, facts), facts)
-        self._engine.add(made.outstanding)
-        return made
+        return self._attempt(among(schedule, members, facts), facts)
 
     def leave(self, why: str) -> None:
-        self._comm.depart(why)
+        self._control.depart(why)
         self._leaving = True
         self._ends_within(FAIL_SECONDS)
 
@@ -162,20 +159,17 @@ class TransportSignals(Signals):
 
     def _take(self) -> list[tuple[int, int]]:
         with self._lock:
-            if not self._unread:
-                self.check()
-            taken, self._unread = list(self._unread), {}
-        return taken
+            return super()._take()
 
     # Called by the engine.
 
     def advance(self) -> bool:
         """Sends and receives signals; True once they have ended or failed."""
         if self._fail_with and self._requested is None:
-            self._requested = RequestedAbort(self._comm, self._fail_with)
+            self._requested = RequestedAbort(self._control, self._fail_with)
         if self._requested is not None and not self._requested.settled():
             return False
-        if self._comm.control.abort_reason is not None or self._leaving:
+        if self._control.abort_reason is not None or self._leaving:
             self._end()
             return True
         try:
@@ -183,9 +177,6 @@ class TransportSignals(Signals):
         except Exception as error:  # also where `on_signal` has raised
             self._fail_with, self._cause = errors.reason(self._comm.rank, "its signals", error), error
             return False
-
-    def watch(self) -> None:
-        """Does nothing: signals have no clock of their own."""
 
     def abandon(self, error: BaseException | None) -> None:
         """Ends the traffic."""
@@ -230,16 +221,23 @@ class TransportSignals(Signals):
                 self._active |= self._others - self._told
             active = list(self._active)
         for peer in active:
-            if peer in departed or not self._sent(peer):
-                self._drop(peer, departed)
-                continue
-            values, last = self._next_for(peer)
-            if peer == self._comm.rank:
-                self._deliver(peer, values)
-            elif values or last:
-                self._line.send(peer, _packed(values, last))
-            went = went or bool(values)
+            if peer in departed:
+                with self._lock:
+                    self._waiting[peer].clear()
+                    self._told.add(peer)
+                    self._active.discard(peer)
+            elif self._sent(peer):
+                went = self._send_next(peer) or went
         return went
+
+    def _send_next(self, peer: int) -> bool:
+        """Sends the next message to a peer, if there is one; whether there were signals in it."""
+        values, last = self._next_for(peer)
+        if peer == self._comm.rank:
+            self._deliver(peer, values)
+        elif values or last:
+            self._line.send(peer, _packed(values, last))
+        return bool(values)
 
     def _sent(self, peer: int) -> bool:
         """Whether nothing is in flight to this peer."""
@@ -248,7 +246,7 @@ class TransportSignals(Signals):
         try:
             return self._line.sent(peer)
         except PeerLost:
-            self._comm.lose(peer)
+            self._control.lose(peer)
             return False
 
     def _next_for(self, peer: int) -> tuple[list[int], bool]:
@@ -265,13 +263,6 @@ class TransportSignals(Signals):
                 self._active.discard(peer)
             return values, last
 
-    def _drop(self, peer: int, departed: frozenset[int]) -> None:
-        if peer in departed:
-            with self._lock:
-                self._waiting[peer].clear()
-                self._told.add(peer)
-                self._active.discard(peer)
-
     def _finished_with(self, peer: int) -> bool:
         """Whether nothing more comes from this peer, or goes to it."""
         if peer in self._heard and peer in self._told:
@@ -286,10 +277,8 @@ class TransportSignals(Signals):
             self._line.close()
 
 
-class Reminder:
+class Reminder(Driven):
     """Action that the engine takes at a given time."""
-
-    lingers = False
 
     def __init__(self, due: float, action: Callable[[], None]) -> None:
         self._due, self._action = due, action
@@ -301,12 +290,6 @@ class Reminder:
             return False
         self._action()
         return True
-
-    def watch(self) -> None:
-        """Does nothing: `advance` looks at the clock."""
-
-    def abandon(self, error: BaseException | None) -> None:
-        """Does nothing: the signals are closed, or have failed."""
 
 
 def _packed(values: Sequence[int], last: bool) -> bytes:

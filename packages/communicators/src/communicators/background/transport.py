@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -55,18 +56,36 @@ class Pending(ABC):
 
 
 class PendingSum(Pending):
-    """A transport's own sum in flight, which waits for all ranks."""
+    """A transport's own sum in flight, which waits for all ranks.
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    done: whether it is over. cancel: gives it up. receive: puts its result in place.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        done: Callable[[], bool],
+        cancel: Callable[[], None],
+        receive: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._transport, self._done, self._cancel, self._receive = transport, done, cancel, receive
+
+    def done(self) -> bool:
+        return self._done()
 
     def received(self) -> Received:
+        self._receive()
         return {}
 
     def missing(self) -> list[int]:
         return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
 
+    def cancel(self) -> None:
+        self._cancel()
 
+
+CONTROL_BYTES = 2048
+"""Most bytes of a control message."""
 SIGNAL_BYTES = 520
 """Most bytes that one message of a `SignalLine` holds."""
 
@@ -101,6 +120,7 @@ class Transport(ABC):
     duplicates: how many were made of it.
     untagged: type of the devices whose calls' messages bear no tags. Such a call is agreed on by all ranks before its
         first message, and has the device in its facts: a rank whose data lie elsewhere would send another way.
+    summed: dtypes of which it has a sum of its own, on the CPU.
     """
 
     rank: int
@@ -112,6 +132,7 @@ class Transport(ABC):
     name: str = "host"
     outlives_ranks: bool = False
     untagged: str | None = None
+    summed: Collection[torch.dtype] = ()
 
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
@@ -137,8 +158,7 @@ class Transport(ABC):
 
     def can_sum(self, tensor: Tensor) -> bool:
         """Whether the transport has an allreduce of its own for this dtype and device."""
-        del tensor
-        return False
+        return tensor.device.type == "cpu" and tensor.dtype in self.summed
 
     def post_sum(self, tensor: Tensor) -> Pending:
         """The transport's own allreduce, in place on a contiguous tensor."""

@@ -1,4 +1,4 @@
-"""Communicator over any transport.
+"""Communicator over any transport, and its calls in flight.
 
 Numbering calls, agreeing on facts, watching the clock, failing alike on all ranks and going on in the background is
 the same for every transport.
@@ -6,57 +6,294 @@ the same for every transport.
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from communicators import errors
-from communicators.background.call import Call, NativeSum, agreement
-from communicators.background.engine import FAILED_DEPARTURE_SECONDS, depart, engine
-from communicators.background.outstanding_call import DetachedSends, OutstandingCall
-from communicators.background.signals import Signalling, TransportSignals
-from communicators.background.streams import SideStreams, with_index
-from communicators.background.transport import Pending, Transport
-from communicators.communicator import Work, refuse_too_many
+from communicators.background.agreement import agreement
+from communicators.background.call import Call, NativeSum
+from communicators.background.control import Control, RequestedAbort, depart
+from communicators.background.engine import SPIN_SECONDS, Driven, Engine, engine
+from communicators.background.sends import GRACE_SECONDS, UnsentMessages
+from communicators.background.signals import TransportSignals
+from communicators.background.streams import SideStream, SideStreams, owned_here, with_index
+from communicators.background.transport import PeerLost, Pending, Transport
+from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
-from communicators.schedule import Received, Schedule
+from communicators.schedule import Elapse, Received, Round, Schedule
 from communicators.schedules.dense import barrier
-from communicators.signals import OnSignal, Signals
+from communicators.signals import Attempt, OnSignal, Signals
+from communicators.tracing import labelled
 
 T = TypeVar("T")
 
 CLOSED = "it closed the communicator"
 FAIL_SECONDS = 10.0
 """Upper bound on the end of a call in flight on a failed communicator, which comes much sooner."""
+REPORT_SECONDS = 2.0
+"""Wait after which a rank tells its peers what it waits for."""
+LATE_ABORT_SECONDS = 0.8
+"""Wait for an abort reason by a rank that has waited for its whole time-out."""
+CPU = torch.device("cpu")
+_NO_STREAM = nullcontext()
 
 
-class TransportCommunicator(Signalling):
+class OutstandingCall(Work[Any], Attempt, Driven):
+    """A call in flight over a transport: advanced to its end, by the caller or by the engine.
+
+    control: the communicator's, so that all ranks fail alike; one of its own for an attempt, which fails here alone.
+    progressed: when its current round was posted, by time.monotonic(). began, ended: by the communicator's clock.
+    device: where received payloads are put. side: its own stream there, where it has one.
+    """
+
+    ended, error, bytes_sent = cast(float | None, None), cast(CollectiveError | None, None), 0
+    began = 0.0
+
+    def __init__(
+        self, comm: TransportCommunicator, call: Call, timeout: float, device: torch.device, control: Control
+    ) -> None:
+        self.comm, self.control, self.call, self.began = comm, control, call, time.perf_counter()
+        self._label = labelled("exchange")
+        self._label.__enter__()
+        self.device, self.side = device, cast(SideStream | None, None)
+        self._timeout = timeout
+        self._peers: tuple[int, ...] = ()  # of the current round, some twice
+        self._pending: Pending | None = None
+        self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
+        self._stepped_through = False  # only the last messages are under way
+        self._cause: BaseException | None = None
+        self._requested: RequestedAbort | None = None
+        self._lost: PeerLost | None = None
+        self._reported = False
+        self._awaited: threading.Event | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self.progressed = self._turn_came = time.monotonic()
+
+    @property
+    def value(self) -> Any:
+        return self.call.value
+
+    @property
+    def lost(self) -> int | None:
+        return None if self._lost is None else self._lost.peer
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if not self.is_over(timeout):
+            raise TimeoutError(f"not completed within {timeout} s: {self.call.waits(self._peers)}")
+        return self.result() if self.side is None else owned_here(self.result(), self.device)
+
+    def is_completed(self) -> bool:
+        return self.is_over(0.0)
+
+    def is_over(self, timeout: float | None) -> bool:
+        """Whether it is over within `timeout` seconds."""
+        if self.comm.engine.inline:
+            self.comm.engine.drive_until(lambda: self.ended is not None, timeout)
+        elif self.ended is None and timeout != 0:
+            with self.control.lock:
+                self._awaited = self._awaited or threading.Event()  # hardly any call is waited for
+            if self.ended is None:
+                self._awaited.wait(timeout)
+        return self.ended is not None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A torch future of the result, waited for without the engine's thread: nothing would complete it later."""
+        if self.comm.engine.inline:
+            self.is_over(None)
+        done: torch.futures.Future[None] = torch.futures.Future(devices=[] if self.side is None else [self.device])
+        self.when_over(lambda: done.set_result(None))
+        return done.then(lambda _: self.result())  # what is raised here surfaces as itself
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        with self.control.lock:
+            if self.ended is None:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def result(self) -> Any:
+        """The schedule's result, or its error."""
+        if self.error is not None:
+            self.control.told = True
+            raise CollectiveError(str(self.error)) from self._cause
+        return self.call.value
+
+    def cancel(self) -> None:
+        self.control.request_abort("it was cancelled")
+
+    def advance(self) -> bool:
+        """Progresses as far as it can without blocking; True at the end."""
+        try:
+            if self._requested is None and self.control.abort_reason is None:
+                with _NO_STREAM if self.side is None else self.side.current():
+                    if self._step_through():
+                        self._finish()
+                        return True
+        except PeerLost as lost:
+            if self._lost is None:
+                self._lose(lost)
+        except Exception as error:
+            self._request_abort(errors.reason(self.control.rank, self.call.facts, error), error)
+        return (self._requested is not None or self.control.abort_reason is not None) and self._failed()
+
+    def _lose(self, lost: PeerLost) -> None:
+        """Notes a peer that is gone: `watch` requests an abort, unless a control message has said why."""
+        self._lost = lost
+        self.control.lose(lost.peer)
+        if lost.died or self.control.alone:
+            self._request_abort(errors.lost(lost.peer), lost.error)
+
+    def watch(self) -> None:
+        """Looks at the clock; called every few milliseconds while it does not advance."""
+        if self._pending is not None and self._pending.waits_its_turn:
+            self._turn_came = time.monotonic()
+        waited = time.monotonic() - max(self.progressed, self._turn_came)
+        if self._requested is not None or self._pending is None or waited < GRACE_SECONDS:
+            return
+        missing, control, call = self._pending.missing(), self.control, self.call
+        waiting = call.waits(missing)
+        if left := control.departed_before(call.number, missing):
+            self._request_abort(errors.left(left[0], control.departed[left[0]], waiting))
+        elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
+            self._request_abort(errors.lost(self._lost.peer), self._lost.error)
+        elif waited > self._timeout:
+            self._request_abort(f"timed out after {self._timeout:g} s: {waiting}", patience=LATE_ABORT_SECONDS)
+        elif waited > REPORT_SECONDS and not self._reported:
+            self._reported = True
+            control.waits(call.number, call.facts, missing)
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Cancels what is in flight, at exit or after an interrupt; an error of its own also fails it on all ranks."""
+        for pending in (*self._unsent, *filter(None, [self._pending])):
+            pending.cancel()
+        if error is not None:
+            reason = errors.failed(self.control.rank, self.call.facts, error)
+            self.error, self._cause = CollectiveError(reason), error
+            self.call.close()
+            self._finish()
+            self.control.request_abort(reason)
+
+    def interrupted(self, error: BaseException) -> None:
+        """Ends the call on all ranks after an interrupt of its waiting rank: later calls would be out of step."""
+        self.abandon()
+        self.control.told = True  # by the interrupt itself
+        self.control.request_abort(errors.failed(self.control.rank, self.call.facts, error))
+
+    def _step_through(self) -> bool:
+        """Takes rounds that have arrived and posts the next ones; True once nothing of the call is waited for."""
+        received: Received = {}
+        while True:
+            if self._pending is not None:
+                if not self._pending.arrived():
+                    return False
+                received = self._pending.received()
+                self._unsent = [*(pending for pending in self._unsent if not pending.done()), self._pending]
+                self._pending = None
+            if self._stepped_through:
+                break
+            with labelled("merge"):
+                action = self.call.step(received)
+            received = {}
+            if action is None:
+                self._stepped_through = True
+                if unsent := [pending for pending in self._unsent if not pending.done()]:
+                    self._see_off(UnsentMessages(self.control, unsent))
+                self._unsent = []
+            elif not isinstance(action, Elapse):
+                self._post(action)
+        if self.side is not None and not self.side.is_idle():
+            return False
+        if self.call.doubts:
+            self.call.settle()
+        return True
+
+    def _see_off(self, unsent: UnsentMessages) -> None:
+        """Leaves the last messages to the engine, or waits for them: a rank that leaves an attempt takes none."""
+        if self.control.alone or not self.comm.engine.drives:
+            self._pending = unsent
+        else:
+            self.comm.engine.add(unsent)
+
+    def _post(self, action: Round | NativeSum) -> None:
+        if isinstance(action, NativeSum):
+            self._pending = action.pending
+        else:
+            device = self.device if self.call.counted else CPU  # an agreement is read by the host
+            self._pending = self.comm.transport.post(self.call, action, device)
+            self._peers = *action.sends, *action.recvs
+            if self.call.counted and action.sends:
+                nbytes = sum([payload.wire_nbytes for payload in action.sends.values()])
+                self.bytes_sent += nbytes
+                self.comm.count(nbytes, len(action.sends))
+        self.progressed, self._reported = time.monotonic(), False
+
+    def _request_abort(self, reason: str, cause: BaseException | None = None, *, patience: float | None = None) -> None:
+        self._cause = cause
+        self.progressed = time.monotonic()
+        self._requested = RequestedAbort(self.control, reason, patience=patience)
+
+    def _failed(self) -> bool:
+        """Ends with the abort reason; a rank that has requested the abort waits until there is one."""
+        if self._requested is not None and not self._requested.settled():
+            return False
+        self.error = CollectiveError(cast(str, self.control.abort_reason))
+        self.abandon()
+        self.call.close()
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        self._label.__exit__(None, None, None)  # maybe in another thread
+        with self.control.lock:
+            self.control.in_flight.discard(self.call.number)
+            if self.comm.transport.untagged is not None:
+                self.comm.transport.ended(self.call)
+            self.ended = time.perf_counter()
+            callbacks, self._callbacks = self._callbacks, []
+        if self._awaited is not None:
+            self._awaited.set()
+        for callback in callbacks:
+            callback()
+
+
+def drive(driven: Driven, engine: Engine, nap: Callable[[float], None]) -> None:
+    """Polls work to its end in the calling thread; it spins at first in every round."""
+    while not driven.advance():
+        waited = time.monotonic() - driven.progressed
+        if waited > SPIN_SECONDS or engine.inline:
+            engine.pause(driven, waited, nap)
+
+
+class TransportCommunicator(Communicator):
     """A communicator over a transport."""
 
-    def __init__(self, transport: Transport) -> None:
-        super().__init__(transport, engine())
-        self.device = transport.device
+    def __init__(self, transport: Transport, origin: TransportCommunicator | None = None) -> None:
+        self.rank, self.size, self.transport, self.engine = transport.rank, transport.size, transport, engine()
+        self.control = Control(transport)
+        self.device, self.outlives_ranks = transport.device, transport.outlives_ranks
         self.bytes_sent = self.messages_sent = 0
-        self.origin: TransportCommunicator | None = None  # whose duplicate this is
+        self.origin = origin  # whose duplicate this is
         self._calls = 0
-        self._in_flight: set[int] = set()  # numbers of calls that are not over
         self._facts: set[str] = set()
         self._streams = SideStreams()
-        self.closed = False
         self._outstanding: weakref.WeakSet[OutstandingCall] = weakref.WeakSet()
         self._duplicates: list[TransportCommunicator] = []  # alive until closed: peers wait for their departure
-        self.threaded, self.outlives_ranks = transport.threaded, transport.outlives_ranks
-        self.engine.listen_to(self)
+        self.engine.listen_to(self.control)
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """Carries a schedule to its end in the calling thread."""
-        outstanding = self._launch(schedule, facts, timeout, self._device(device))
+        outstanding = self._launch(schedule, facts, timeout, device)
         try:
-            self.engine.drive(outstanding, self.transport.nap)
+            drive(outstanding, self.engine, self.transport.nap)
         except BaseException as error:
             outstanding.interrupted(error)
             raise
@@ -66,15 +303,25 @@ class TransportCommunicator(Signalling):
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """Starts a schedule, which progresses in the background engine's thread."""
-        device = self._device(device)
-        side = None if device.type != "cuda" else self._streams.beside(schedule, device)
         outstanding = self._launch(schedule, facts, timeout, device)
-        outstanding.side = side
+        if outstanding.device.type == "cuda":
+            outstanding.side = self._streams.beside(schedule, outstanding.device)
         self._outstanding.add(outstanding)
         self.engine.add(outstanding)
         return outstanding
 
     clock = staticmethod(time.perf_counter)
+
+    def attempt(self, schedule: Schedule[Any], facts: str) -> Attempt:
+        """Starts a schedule that fails on this rank alone: the others may have died, or tried something else meanwhile.
+
+        facts: text that tells it from all other attempts; tags follow from it, so that no message of another one is
+        taken for its own.
+        """
+        call = Call(schedule, rank=self.rank, size=self.size, facts=facts, number=zlib.crc32(facts.encode()))
+        made = OutstandingCall(self, call, math.inf, CPU, Control(self.transport, alone=True))
+        self.engine.add(made)
+        return made
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
         """Transport's own sum, if it has one; counted as the 2(P − 1)/P of its bytes that the best algorithms send."""
@@ -85,85 +332,38 @@ class TransportCommunicator(Signalling):
         self.count(2 * total.numel() * total.dtype.itemsize * (self.size - 1) // self.size, messages=1)
         return total
 
+    @property
+    def closed(self) -> bool:
+        """Whether its transport is closed."""
+        return self.control.released
+
     def close(self) -> None:
         if self.closed:
             return
-        self._end_outstanding()
-        self.engine.drain(lambda driven: isinstance(driven, DetachedSends) and driven.control is self.control)
-        self.engine.forget(self)
-        self.closed = True
-        missing = depart([self], CLOSED, None if self.control.abort_reason else self.timeout)
+        failed = self.control.abort_reason is not None
+        for outstanding in list(self._outstanding):
+            if not outstanding.is_over(FAIL_SECONDS if failed else 0.0) and not failed:
+                raise RuntimeError("close() while calls that were started are in flight: wait() for them first")
+        self.engine.drain(lambda driven: isinstance(driven, UnsentMessages) and driven.control is self.control)
+        self.engine.forget(self.control)
+        missing = depart([self.control], CLOSED, None if self.control.abort_reason else self.timeout)
         missing = sorted(set(missing) - self.control.lost)  # those have died
         if missing and self.control.abort_reason is None:
             raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
 
     def count(self, nbytes: int, messages: int) -> None:
-        with self.lock:
+        """Counts bytes and messages that this rank has sent."""
+        with self.control.lock:
             self.bytes_sent += nbytes
             self.messages_sent += messages
         if self.origin is not None:
             self.origin.count(nbytes, messages)
-
-    def listen(self) -> None:
-        """Reads the control messages that have come and writes what follows from them."""
-        with self.lock:
-            if self.released:
-                return
-            for message in self.transport.read_control():
-                self._write(self.control.receive(message))
-            for peer in set(self.transport.unreachable()) - self.control.lost:
-                self._write(self.control.lose(peer))
-
-    def depart(self, why: str) -> None:
-        with self.lock:
-            self._write(self.control.departs(why, min(self._in_flight, default=self._calls)))
-
-    def detaches(self, unsent: list[Pending]) -> bool:
-        detached = DetachedSends(self.control, unsent)
-        if detached.advance():
-            return True
-        if not self.engine.drives:
-            return False
-        self.engine.add(detached)
-        return True
-
-    def over(self, call: Call) -> None:
-        with self.lock:
-            self._in_flight.discard(call.number)
-            if self.transport.untagged is not None:
-                self.transport.ended(call)
-
-    def release(self) -> None:
-        """Closes the transport, which nobody uses from then on."""
-        with self.lock:
-            self.released = self.closed = True
-            self.transport.close()
 
     @property
     def gone(self) -> set[int]:
         """The peers whose processes have ended, or cannot be reached; others may meet this rank again."""
         left = self.control.departed
         return {peer for peer in self.control.lost | left.keys() if left.get(peer) != CLOSED}
-
-    def missing(self) -> list[int]:
-        """The peers that have not departed."""
-        return sorted(set(range(self.size)) - {self.rank, *self.control.departed})
-
-    def awaited(self) -> list[int]:
-        """Peers that may still depart; none where control messages cannot be exchanged any more."""
-        others = sorted(set(self.missing()) - self.control.lost)
-        return others if others and self.transport.closing() else []
-
-    def departure_seconds(self) -> float:
-        """Longest wait for the peers' departure: a peer that does not answer after a failure may never do so."""
-        usual = self.transport.departure_seconds
-        return usual if self.control.abort_reason is None else min(usual, FAILED_DEPARTURE_SECONDS)
-
-    def fail(self, error: BaseException) -> None:
-        """Fails the communicator, whose transport has failed on this rank."""
-        self.control.abort_reason = (
-            self.control.abort_reason or f"rank {self.rank}'s transport failed: {errors.describe(error)}"
-        )
 
     def duplicate(self) -> TransportCommunicator:
         return self._duplicated("duplicate", self.transport.duplicate)
@@ -176,48 +376,39 @@ class TransportCommunicator(Signalling):
                 "start MPI with it"
             )
         comm = self._duplicated("signals", self.transport.duplicate_for_signals)
-        return TransportSignals(comm, on_signal)
+        return TransportSignals(comm, comm.control, comm.engine, comm.attempt, on_signal)
 
     def _duplicated(self, what: str, make: Callable[[float], Transport]) -> TransportCommunicator:
         self._duplicates = [made for made in self._duplicates if not made.closed]
         refuse_too_many(len(self._duplicates))
         facts = f"{what} number {self.transport.duplicates}"
-        self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout, device=torch.device("cpu"))
-        made = TransportCommunicator(make(self.timeout))
+        self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout, device=CPU)
+        made = TransportCommunicator(make(self.timeout), self)
         made.timeout = self.timeout
         self._duplicates.append(made)
-        made.origin = self
         return made
 
-    def _end_outstanding(self) -> None:
-        """Waits for calls that have failed; RuntimeError while others that were started are in flight."""
-        for outstanding in list(self._outstanding):
-            failing = self.control.abort_reason is not None
-            if not self.engine.wait(outstanding.finished, FAIL_SECONDS if failing else 0.0) and not failing:
-                raise RuntimeError("close() while calls that were started are in flight: wait() for them first")
-
-    def _launch(self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device) -> OutstandingCall:
-        if self.closed or self.control.abort_reason is not None:
+    def _launch(
+        self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device | None
+    ) -> OutstandingCall:
+        if self.control.released or self.control.abort_reason is not None:
             schedule.close()
             self.control.told = True
             raise CollectiveError(self.control.abort_reason or "this communicator is closed")
+        device = self.device if device is None else device
+        device = with_index(device) if device.type == "cuda" else device
         untagged = device.type == self.transport.untagged
         facts = f"{facts} on {device.type}" if untagged else facts
-        with self.lock:
+        with self.control.lock:
             number, new = self._calls, untagged or facts not in self._facts
             self._calls += 1
-            self._in_flight.add(number)
             self._facts.add(facts)
             prelude = agreement(facts, number, self.rank, self.size) if new else None
             call = Call(schedule, rank=self.rank, size=self.size, facts=facts, number=number, prelude=prelude)
             if untagged:
                 self.transport.began(call)
-            self._write(self.control.called(number, facts))
-        return OutstandingCall(self, call, timeout, device)
-
-    def _device(self, device: torch.device | None) -> torch.device:
-        device = self.device if device is None else device
-        return with_index(device) if device.type == "cuda" else device
+            self.control.called(number, facts)
+        return OutstandingCall(self, call, timeout, device, self.control)
 
     def _native_sum(self, total: Tensor) -> Generator[Any, Received, None]:
         """Native sum behind a barrier: without tags it must meet no other call's, nor wait for a rank that is gone."""

@@ -53,7 +53,7 @@ def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Sc
     spans = quantised_spans(x.numel(), size)
     dropped = torch.zeros_like(x)
     gives: dict[int, Tensor] = {}
-    for peer in _others(rank, size):
+    for peer in [(rank + distance) % size for distance in range(1, size)]:  # not all send to the same one first
         span = slice(*spans[peer])
         gives[peer] = packed(x[span], bits)
         dropped[span] = x[span] - unpacked(gives[peer], len(x[span]), bits)
@@ -78,11 +78,6 @@ def quantised_spans(numel: int, size: int) -> list[tuple[int, int]]:
     return [(min(low * BLOCK, numel), min(high * BLOCK, numel)) for low, high in bounds]
 
 
-def _others(rank: int, size: int) -> list[int]:
-    """Other ranks, beginning with the next one, so that not all send to the same one first."""
-    return [(rank + distance) % size for distance in range(1, size)]
-
-
 def _check(x: Tensor, bits: int) -> None:
     if bits not in BITS:
         raise ValueError(f"bits is {bits}, expected one of {BITS}")
@@ -94,18 +89,16 @@ def packed(x: Tensor, bits: int = 8) -> Tensor:
     """Packs 1-D float32, from the beginning of a block on, into int8: all elements, then all exponents.
 
     Each element becomes the nearest multiple of 2^e, where e is the least with which the block's largest keeps within
-    2^(bits − 1) − 1 steps. `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN. The result
-    has `quantised_nbytes` bytes.
+    2^(bits − 1) − 1 steps. `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN.
     """
-    blocks, most = _in_blocks(x), _most_steps(bits)
+    blocks, most = _in_blocks(x), (1 << (bits - 1)) - 1
     largest = blocks.abs().amax(1)
     fraction, exponent = torch.frexp(largest)  # largest = fraction · 2^exponent, 1/2 ≤ fraction < 1
     beyond = fraction >= (most + 0.5) / (most + 1)  # would be rounded to one step too many
     scale = (exponent - (bits - 1) + beyond.int()).clamp(LEAST, _most_exponent(bits))
-    finite = torch.isfinite(largest)
-    scale = torch.where(finite, scale, torch.zeros_like(scale))
+    scale = torch.where(torch.isfinite(largest), scale, 0)
     steps = (blocks / _power(scale)[:, None]).round().clamp(-most, most).nan_to_num(0.0)
-    exponents = torch.where(finite, scale, NOT_FINITE)
+    exponents = torch.where(torch.isfinite(largest), scale, NOT_FINITE)
     return torch.cat([_nibbles(steps.view(-1)[: x.numel()].to(torch.int8), bits), exponents.to(torch.int8)])
 
 
@@ -124,10 +117,6 @@ def quantised_nbytes(numel: int, bits: int = 8) -> int:
 
 def _steps_nbytes(numel: int, bits: int) -> int:
     return -(-numel * bits // 8)
-
-
-def _most_steps(bits: int) -> int:
-    return (1 << (bits - 1)) - 1
 
 
 def _most_exponent(bits: int) -> int:

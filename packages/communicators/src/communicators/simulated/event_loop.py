@@ -7,10 +7,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -18,10 +17,10 @@ from communicators import errors
 from communicators.background.call import Call
 from communicators.communicator import Work
 from communicators.errors import CollectiveError
-from communicators.link import Link
 from communicators.schedule import Elapse, Payload, Received, Round, Schedule
-from communicators.simulated.network import Corrupts, Dies, Message, Ports
-from communicators.simulated.ranks import Context, RankThread, Watch
+from communicators.signals import Attempt
+from communicators.simulated.network import Conditions, Corrupts, Dies, Message, Ports
+from communicators.simulated.ranks import Context, RankThread, Turns, Watch
 
 T = TypeVar("T")
 Action: TypeAlias = Callable[[], None]
@@ -32,13 +31,14 @@ POLL_SECONDS = 50e-6
 """Virtual cost of one `is_completed()`."""
 
 
-class SimulatedCall(Work[Any]):
-    """A call in the loop: what its current round still lacks, and who waits for its end.
+class SimulatedCall(Work[Any], Attempt):
+    """A call or an attempt in the loop: what its current round still lacks, and who waits for its end.
 
     Waiting for it, or for its futures, lets the other ranks go on; seconds are virtual.
     """
 
     began, ended, error, bytes_sent = 0.0, cast(float | None, None), cast(CollectiveError | None, None), 0
+    lost = None  # signals tell which ranks have departed
 
     def __init__(self, loop: EventLoop, call: Call, context: Context) -> None:
         self._loop, self.call, self.context, self.began = loop, call, context, loop.now
@@ -65,9 +65,12 @@ class SimulatedCall(Work[Any]):
     def get_future(self) -> torch.futures.Future[Any]:
         return _SimulatedFuture(self.wait)
 
-    def leave(self) -> None:
-        """Leaves the call on this rank alone; it does not fail for it."""
+    def cancel(self) -> None:
         self._loop.wish(lambda: self._loop.tear(self))
+
+    @property
+    def value(self) -> Any:
+        return self.call.value
 
     @property
     def name(self) -> Name:
@@ -76,58 +79,32 @@ class SimulatedCall(Work[Any]):
 
     def waits(self) -> str:
         """Phrase that says who waits for whom."""
-        call = self.call
-        return errors.waits(call.rank, call.number, call.facts, call.turn, list(self.lacks))
-
-
-class Conditions(Protocol):
-    """World whose events the loop runs, such as `SimulatedWorld`."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def link(self) -> Link: ...
-
-    @property
-    def slowdown(self) -> Sequence[float]: ...
-
-    @property
-    def jitter(self) -> float: ...
-
-    @property
-    def deaths(self) -> Sequence[tuple[int, float]]: ...
-
-    def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
-        """Fault of this message of this rank, if any."""
-
-    def turn(self, rank: int) -> Callable[[], AbstractContextManager[None]]:
-        """Makes the context that each turn of this rank's thread is inside of."""
+        return self.call.waits(self.lacks)
 
 
 class EventLoop:
     """The events of one run of a world.
 
     Rank threads call `submit`, `sleep` and `wait`. These only enter a wish; the loop's thread carries it out as soon
-    as it has the baton back, so that `draw` is always called there (hypothesis asks for that).
+    as it has the baton back, so that `draw` is always called there (hypothesis asks for that). turns: see `RankThread`.
     """
 
-    def __init__(self, world: Conditions, draw: Callable[[], float]) -> None:
-        self.world, self._draw = world, draw
+    def __init__(self, world: Conditions, draw: Callable[[], float], turns: Sequence[Turns]) -> None:
+        self.world, self._draw, self._turns = world, draw, turns
         self.now = 0.0
         self.bytes_sent, self.messages_sent = [0] * world.size, [0] * world.size
         self._events: list[tuple[float, float, int, Action, Callable[[], bool] | None]] = []
         self._deadlines: list[tuple[float, int, float, weakref.ref[SimulatedCall]]] = []
         self._serial = count()
         self._wishes: list[Action] = []
-        self._ranks: list[RankThread[Any]] = []
+        self.ranks: list[RankThread[Any]] = []
         self._outstanding: list[dict[Name, SimulatedCall]] = [{} for _ in range(world.size)]  # in flight
         self._calls: list[Counter[Context]] = [Counter() for _ in range(world.size)]
         self._facts: dict[Name, tuple[int, str]] = {}  # of each call: who made it first, and with which
         self._poison: dict[Context, CollectiveError] = {}
         self._dead: CollectiveError | None = None  # of the whole world
         self._bereaved: CollectiveError | None = None  # of all communicators but these:
-        self._outliving: set[Context] = set()
+        self.outliving: set[Context] = set()
         self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
         self._watches: dict[int, Watch] = {}
@@ -149,10 +126,6 @@ class EventLoop:
         self._wishes.append(lambda: self._begin(outstanding, timeout))
         return outstanding
 
-    def outlives(self, context: Context) -> None:
-        """Marks a communicator that goes on where a rank has died."""
-        self._outliving.add(context)
-
     def wish(self, action: Action) -> None:
         """Has the loop's thread do this as soon as it has the baton."""
         self._wishes.append(action)
@@ -166,7 +139,7 @@ class EventLoop:
         """Lets `seconds` of virtual time pass on this rank."""
         self.refuse_to_wait("to compute, poll or close")
         self._wishes.append(lambda: self.after(seconds, lambda: self._resume(rank)))
-        self._ranks[rank].give_back()
+        self.ranks[rank].give_back()
 
     def wait_for(self, watch: Watch) -> None:
         """Waits until the watched condition holds; returns also where its communicator has failed."""
@@ -187,44 +160,42 @@ class EventLoop:
     def wait(self, rank: int, outstanding: SimulatedCall | Watch, timeout: float | None) -> None:
         """Waits for the end of a call."""
         self.refuse_to_wait("waiting")
-
-        def wish() -> None:
-            if outstanding.done:
-                self.after(0.0, lambda: self._resume(rank))
-                return
-            self._blocked[rank] = outstanding
-            outstanding.waiter = lambda: self._resume(rank)
-            if timeout is not None:
-                self.after(
-                    timeout, lambda: self._wake(outstanding), live=lambda: self._blocked.get(rank) is outstanding
-                )
-
         if not outstanding.done:
-            self._wishes.append(wish)
-            self._ranks[rank].give_back()
+            self._wishes.append(lambda: self._block(rank, outstanding, timeout))
+            self.ranks[rank].give_back()
         if not outstanding.done:
             raise TimeoutError(f"not completed within {timeout} virtual seconds: {outstanding.waits()}")
 
     # Called in the loop's thread.
 
+    def _block(self, rank: int, outstanding: SimulatedCall | Watch, timeout: float | None) -> None:
+        outstanding.waiter = partial(self._resume, rank)
+        if outstanding.done:
+            self._wake(outstanding)
+            return
+        self._blocked[rank] = outstanding
+        if timeout is not None:
+            live = lambda: self._blocked.get(rank) is outstanding  # noqa: E731
+            self.after(timeout, lambda: self._wake(outstanding), live)
+
     def run(self, bodies: list[Callable[[], T]]) -> list[T]:
         """Runs one body per rank to its end; returns their results."""
-        self._ranks = [RankThread(body, self.world.turn(rank)) for rank, body in enumerate(bodies)]
+        self.ranks = [RankThread(*each) for each in zip(bodies, self._turns, strict=True)]
         for rank in range(len(bodies)):
-            self.after(0.0, lambda rank=rank: self._resume(rank))  # type: ignore[misc]
+            self.after(0.0, partial(self._resume, rank))
         for rank, seconds in self.world.deaths:
-            died = f"rank {rank} died after {seconds:g} virtual seconds"
-            self.after(seconds, partial(self._die, rank, died), live=partial(self._lives, rank))
+            die = partial(self._die, rank, f"rank {rank} died after {seconds:g} virtual seconds")
+            self.after(seconds, die, live=partial(self._lives, rank))
         try:
             self._drain()
-            while not all(thread.over or thread.dead for thread in self._ranks):
+            while len(self.ended_ranks()) < len(bodies):
                 self.fail("deadlock: " + "; ".join(self._stuck()), None)
                 self._drain()
             self._check_end()
         finally:
-            for thread in self._ranks:
+            for thread in self.ranks:
                 thread.kill()
-        return [thread.result for thread in self._ranks]
+        return [thread.result for thread in self.ranks]
 
     def after(self, seconds: float, action: Action, live: Callable[[], bool] | None = None) -> None:
         """Enters an event; if it is not `live` any more when its time comes, it never happened."""
@@ -257,13 +228,9 @@ class EventLoop:
             self.fail(errors.reason(rank, "its signals", error), context, error)
         self._carry_out()
 
-    def is_dead(self, rank: int) -> bool:
-        """Whether a rank has died."""
-        return self._ranks[rank].dead
-
     def ended_ranks(self) -> frozenset[int]:
         """Ranks whose function has returned or raised, or that died."""
-        return frozenset(rank for rank, thread in enumerate(self._ranks) if thread.over or thread.dead)
+        return frozenset(rank for rank, thread in enumerate(self.ranks) if thread.over or thread.dead)
 
     def seconds_for(self, nbytes: int) -> float:
         """Seconds that a message takes; drawn, where there is jitter."""
@@ -277,11 +244,11 @@ class EventLoop:
             self._end(outstanding, CollectiveError(reason))
 
     def _lives(self, rank: int) -> bool:
-        return rank not in self.ended_ranks() and not all(thread.over or thread.dead for thread in self._ranks)
+        return rank not in self.ended_ranks()
 
     def _die(self, rank: int, reason: str) -> None:
         """Ends a rank, and all calls but those that outlive ranks."""
-        self._ranks[rank].dead = True
+        self.ranks[rank].dead = True
         self._blocked.pop(rank, None)
         self._watches.pop(rank, None)
         for outstanding in list(self._outstanding[rank].values()):
@@ -289,14 +256,11 @@ class EventLoop:
             outstanding.waiter = None
             self.tear(outstanding, reason)
         self._bereaved = self._bereaved or CollectiveError(reason)
-        for calls in self._outstanding:
-            for outstanding in list(calls.values()):
-                if outstanding.context not in self._outliving:
-                    self._end(outstanding, self._bereaved)
+        self._end_all(self._bereaved, lambda context: context not in self.outliving)
         self.look_around()
 
     def _resume(self, rank: int) -> None:
-        thread = self._ranks[rank]
+        thread = self.ranks[rank]
         if thread.dead:
             return
         self._blocked.pop(rank, None)
@@ -342,17 +306,16 @@ class EventLoop:
             self._post(outstanding, action)
 
     def _post(self, outstanding: SimulatedCall, action: Round) -> None:
-        call = outstanding.call
-        outstanding.lacks = {peer: (call.incoming_tag(peer), capacity) for peer, capacity in action.recvs.items()}
-        outstanding.received, outstanding.unsent = {}, len(action.sends)
+        call, outstanding.received, outstanding.unsent = outstanding.call, {}, len(action.sends)
+        outstanding.lacks = {peer: (call.tag(peer, call.heard), capacity) for peer, capacity in action.recvs.items()}
         for target, payload in action.sends.items():
-            fault = self.world.fault(call.rank, self.messages_sent[call.rank])
+            fault = self.world.faults.get((call.rank, self.messages_sent[call.rank]))
             if isinstance(fault, Dies):
                 self._die(call.rank, f"rank {call.rank} died in {call.facts}")
                 return
             call.stamp(payload)
-            self.bytes_sent[call.rank] += payload.wire_nbytes
             outstanding.bytes_sent += payload.wire_nbytes
+            self.bytes_sent[call.rank] += payload.wire_nbytes
             self.messages_sent[call.rank] += 1
             self._ports.post(self._message(outstanding, target, payload, fault))
         if not action.sends:
@@ -360,7 +323,7 @@ class EventLoop:
 
     def _message(self, outstanding: SimulatedCall, target: int, payload: Payload, fault: Corrupts | None) -> Message:
         call = outstanding.call
-        address = (call.rank, outstanding.name, call.outgoing_tag(target))
+        address = (call.rank, outstanding.name, call.tag(target, call.sent))
 
         def delivered() -> None:
             arrived = payload.clone()  # only now: a schedule that changes what it yielded is found out
@@ -378,35 +341,27 @@ class EventLoop:
         """Takes what has arrived; steps on when the round lacks nothing more."""
         if outstanding.done or outstanding.unsent < 0:
             return
-        try:
-            self._receive(outstanding)
-        except CollectiveError as error:
-            self.fail(str(error), outstanding.context)
-            return
-        if not outstanding.lacks and not outstanding.unsent:
+        inbox = self._inboxes[outstanding.call.rank]
+        for source, (tag, capacity) in list(outstanding.lacks.items()):
+            if (payload := inbox.pop((source, outstanding.name, tag), None)) is not None:
+                del outstanding.lacks[source]
+                outstanding.received[source] = payload
+                try:
+                    outstanding.call.accept(source, payload, capacity)
+                except CollectiveError as error:
+                    self.fail(str(error), outstanding.context)
+        if not outstanding.done and not outstanding.lacks and not outstanding.unsent:
             outstanding.unsent = -1
             self._advance(outstanding, outstanding.received)
-
-    def _receive(self, outstanding: SimulatedCall) -> None:
-        call, inbox = outstanding.call, self._inboxes[outstanding.call.rank]
-        for source, (tag, capacity) in list(outstanding.lacks.items()):
-            payload = inbox.pop((source, outstanding.name, tag), None)
-            if payload is not None:
-                del outstanding.lacks[source]
-                call.accept(source, payload, capacity)
-                outstanding.received[source] = payload
 
     def poisoned(self, context: Context) -> CollectiveError | None:
         """Error of a communicator that has failed; None while it has not."""
         if context in self._poison or self._dead is not None:
             return self._poison.get(context, self._dead)
-        return None if context in self._outliving else self._bereaved
+        return None if context in self.outliving else self._bereaved
 
     def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
-        """Fails a communicator (None: all of them): its calls in flight, and every later one, end with this reason.
-
-        The first reason counts.
-        """
+        """Fails a communicator (None: all of them): its calls in flight, and later ones, end with its first reason."""
         if self._dead is not None or context in self._poison:
             return
         poison = CollectiveError(reason)
@@ -415,14 +370,18 @@ class EventLoop:
             self._dead = poison
         else:
             self._poison[context] = poison
-        for calls in self._outstanding:
-            for outstanding in list(calls.values()):
-                if context in (None, outstanding.context):
-                    self._end(outstanding, poison)
+        self._end_all(poison, lambda one: context in (None, one))
         for watch in self._watches.values():
             if not watch.done and context in (None, watch.context):
                 watch.done = True
                 self._wake(watch)
+
+    def _end_all(self, error: CollectiveError, of: Callable[[Context], bool]) -> None:
+        """Ends the calls in flight of these communicators."""
+        for calls in self._outstanding:
+            for outstanding in list(calls.values()):
+                if of(outstanding.context):
+                    self._end(outstanding, error)
 
     def _end(self, outstanding: SimulatedCall, error: CollectiveError | None) -> None:
         outstanding.done, outstanding.error, outstanding.ended = True, error, self.now
@@ -441,29 +400,30 @@ class EventLoop:
 
     def _stuck(self) -> list[str]:
         waiting = [self._blocked[rank].waits() for rank in sorted(self._blocked)]
-        gone = [str(rank) for rank, thread in enumerate(self._ranks) if thread.over]
-        dead = [str(rank) for rank, thread in enumerate(self._ranks) if thread.dead]
+        gone = [str(rank) for rank, thread in enumerate(self.ranks) if thread.over]
+        dead = [str(rank) for rank, thread in enumerate(self.ranks) if thread.dead]
         waiting += [f"already returned: rank {', '.join(gone)}"] if gone else []
         return waiting + ([f"dead: rank {', '.join(dead)}"] if dead else [])
 
     def _check_end(self) -> None:
-        """Raises what went wrong on a rank, or what a schedule left behind."""
-        raised = [thread.error for thread in self._ranks if thread.error is not None]
+        """Raises what went wrong on a rank, or says what a schedule has left behind."""
+        raised = [thread.error for thread in self.ranks if thread.error is not None]
         raised.sort(key=lambda error: isinstance(error, CollectiveError))  # a cause rather than its consequences
         if raised:
             raise raised[0]
         if self._dead is not None or self._bereaved is not None:
             return  # every rank has caught it
-        for calls in self._outstanding:
-            for outstanding in calls.values():
-                raise CollectiveError(f"started, but never completed: {outstanding.waits()}")
-        for rank, inbox in enumerate(self._inboxes):
-            for source, name, _ in inbox:
-                if name[0] in self._poison or name[0] in self._torn:
-                    continue
-                facts = self._facts[name][1]
+        self._check_left_behind()
+
+    def _check_left_behind(self) -> None:
+        for outstanding in (one for calls in self._outstanding for one in calls.values()):
+            raise CollectiveError(f"started, but never completed: {outstanding.waits()}")
+        unread = ((rank, *address) for rank, inbox in enumerate(self._inboxes) for address in inbox)
+        for rank, source, name, _ in unread:
+            if name[0] not in self._poison and name[0] not in self._torn:
                 raise CollectiveError(
-                    f"rank {source} sent a message to rank {rank} in call {name[1]}, {facts}, which was never received"
+                    f"rank {source} sent a message to rank {rank} in call {name[1]}, {self._facts[name][1]}, "
+                    "which was never received"
                 )
 
 

@@ -11,7 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from communicators.link import Link
 from communicators.schedule import Payload
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions of a simulated world, as `SimulatedWorld` describes them.
+
+    deaths: ranks that die at a time. faults: by rank, and number of its message.
+    """
+
+    size: int
+    link: Link
+    slowdown: tuple[float, ...]
+    jitter: float
+    deaths: list[tuple[int, float]]
+    faults: dict[tuple[int, int], Dies | Corrupts]
 
 
 @dataclass(eq=False)

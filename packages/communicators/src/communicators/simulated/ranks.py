@@ -13,6 +13,8 @@ import torch
 T = TypeVar("T")
 Context: TypeAlias = tuple[int, ...]
 """A communicator of the world: () the first one, (2, 0) the first duplicate of its third duplicate."""
+Turns: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Makes the context that each turn of a rank's thread is inside of."""
 
 
 class Killed(BaseException):
@@ -39,7 +41,7 @@ class RankThread(Generic[T]):
     during: makes the context that each of its turns is inside of.
     """
 
-    def __init__(self, body: Callable[[], T], during: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, body: Callable[[], T], during: Turns) -> None:
         self._during = during
         self.result: Any = None
         self.error: BaseException | None = None

@@ -13,7 +13,7 @@ from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule, among
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
-from communicators.simulated.event_loop import EventLoop, SimulatedCall
+from communicators.simulated.event_loop import EventLoop
 from communicators.simulated.ranks import Context, Watch
 
 SIGNAL_BYTES = 8
@@ -42,11 +42,10 @@ class SimulatedSignals(Signals):
         self._group: SignalGroup = loop.signals.setdefault(context, SignalGroup())
         self._sent: defaultdict[int, deque[int]] = defaultdict(deque)  # on their way, by peer
         self._waiting: Counter[int] = Counter()  # on their way, or come and not polled, by peer
-        self._unread: dict[tuple[int, int], None] = {}  # an ordered set
         self._watch: Watch | None = None
-        self._closed = self.closing = self.left = False
+        self.closing = self.left = False
         self._group.members[self.rank] = self
-        self._loop.outlives(self._context)
+        self._loop.outliving.add(self._context)
         self._loop.wish(partial(self._loop.guarded, self._context, self.rank, self._hear_early))
 
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
@@ -78,10 +77,10 @@ class SimulatedSignals(Signals):
         left = {rank for rank, one in self._group.members.items() if one.left}
         return (self._loop.ended_ranks() | left) - {self.rank}
 
-    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> SimulatedAttempt:
+    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         context = (*self._context, zlib.crc32(facts.encode()))
-        self._loop.outlives(context)
-        return SimulatedAttempt(self._loop.submit(self.rank, among(schedule, members, facts), facts, math.inf, context))
+        self._loop.outliving.add(context)
+        return self._loop.submit(self.rank, among(schedule, members, facts), facts, math.inf, context)
 
     def leave(self, why: str) -> None:
         del why
@@ -109,9 +108,7 @@ class SimulatedSignals(Signals):
         return all(rank in members and members[rank].closing for rank in others)
 
     def _send(self, peers: Sequence[int], value: int) -> None:
-        self.check()
-        if self._closed:
-            raise CollectiveError("these signals are closed")
+        self._refuse_if_closed()
         for peer in peers:
             refuse_too_many_waiting(peer, self._waiting[peer])
         for peer in peers:
@@ -130,7 +127,7 @@ class SimulatedSignals(Signals):
 
     def _arrive(self, peer: int) -> None:
         value, there = self._sent[peer].popleft(), self._group.members.get(peer)
-        if self._loop.is_dead(peer) or (there is not None and there.left):
+        if self._loop.ranks[peer].dead or (there is not None and there.left):
             self._waiting[peer] -= 1
         elif there is None:
             self._group.early[peer].append((self, value))
@@ -154,33 +151,7 @@ class SimulatedSignals(Signals):
     def _take(self) -> list[tuple[int, int]]:
         if not self._closed:
             self._loop.sleep(self.rank, POLL_SECONDS)
-        if not self._unread:
-            self.check()
-        taken, self._unread = list(self._unread), {}
+        taken = super()._take()
         for source, _ in taken:
             self._group.members[source]._waiting[self.rank] -= 1
         return taken
-
-
-class SimulatedAttempt(Attempt):
-    """Attempt in a simulated world."""
-
-    lost = None
-    """None: its signals tell which ranks have departed."""
-
-    def __init__(self, outstanding: SimulatedCall) -> None:
-        self._outstanding = outstanding
-
-    @property
-    def value(self) -> Any:
-        return self._outstanding.call.value
-
-    @property
-    def error(self) -> CollectiveError | None:
-        return self._outstanding.error
-
-    def when_over(self, callback: Callable[[], None]) -> None:
-        self._outstanding.when_over(callback)
-
-    def cancel(self) -> None:
-        self._outstanding.leave()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from communicators.schedule import Schedule, among
 from communicators.schedules.dense import allgather, barrier
 from communicators.signals import OnSignal, Signals
 from communicators.simulated.event_loop import EventLoop
-from communicators.simulated.network import Corrupts, Dies
+from communicators.simulated.network import Conditions, Corrupts, Dies
 from communicators.simulated.ranks import Context, OwnGenerator
 from communicators.simulated.signals import SimulatedSignals
 
@@ -65,16 +65,18 @@ class SimulatedWorld:
             raise ValueError(f"a world needs at least 1 rank, got size={size}")
         if slowdown is not None and len(slowdown) != size:
             raise ValueError(f"slowdown names {len(slowdown)} factors, expected one for each of {size} ranks")
-        self.size, self.seed, self.jitter = size, seed, jitter
-        self.link = link if link is not None else Link()
-        self.slowdown = tuple(slowdown) if slowdown is not None else (1.0,) * size
-        self.elapsed = 0.0
-        self.bytes_sent = [0] * size
-        self.messages_sent = [0] * size
-        self._draw, self.own_generators = draw, own_generators
+        self.size, self.link, self.elapsed = size, link if link is not None else Link(), 0.0
+        self.bytes_sent, self.messages_sent = [0] * size, [0] * size
+        self._draw, self._seed, self._own_generators = draw, seed, own_generators
         faults = list(faults)
-        self.deaths = [(f.rank, f.at) for f in faults if isinstance(f, Dies) and f.at is not None]
-        self._faults = {(f.rank, f.message): f for f in faults if isinstance(f, Corrupts) or f.at is None}
+        self._conditions = Conditions(
+            size,
+            self.link,
+            tuple(slowdown) if slowdown is not None else (1.0,) * size,
+            jitter,
+            deaths=[(f.rank, f.at) for f in faults if isinstance(f, Dies) and f.at is not None],
+            faults={(f.rank, f.message): f for f in faults if isinstance(f, Corrupts) or f.at is None},
+        )
 
     def run(self, fn: Callable[[SimulatedCommunicator], T]) -> list[T]:
         """Runs fn(comm) on every rank and returns the results in rank order (None for a rank that died).
@@ -84,21 +86,16 @@ class SimulatedWorld:
         Args:
             fn: Function of a rank; `comm` says which one it is.
         """
-        loop = EventLoop(self, self._draw if self._draw is not None else random.Random(self.seed).random)
+        turns = [
+            OwnGenerator(self._seed, rank).lent if self._own_generators else nullcontext for rank in range(self.size)
+        ]
+        loop = EventLoop(self._conditions, self._draw or random.Random(self._seed).random, turns)
         self.bytes_sent, self.messages_sent = loop.bytes_sent, loop.messages_sent
         comms = [SimulatedCommunicator(loop, rank) for rank in range(self.size)]
         try:
             return loop.run([lambda comm=comm: fn(comm) for comm in comms])  # type: ignore[misc]
         finally:
             self.elapsed = loop.now
-
-    def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
-        """Fault of this message of this rank, if any."""
-        return self._faults.get((rank, message))
-
-    def turn(self, rank: int) -> Callable[[], AbstractContextManager[None]]:
-        """Makes the context that each turn of this rank's thread is inside of."""
-        return OwnGenerator(self.seed, rank).lent if self.own_generators else nullcontext
 
 
 class SimulatedCommunicator(Communicator):

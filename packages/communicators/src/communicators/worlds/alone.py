@@ -43,7 +43,7 @@ class Alone(Communicator):
         return Alone()
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
-        return _ToItself(on_signal)
+        return _ToItself(0, 1, on_signal)
 
     clock = staticmethod(time.perf_counter)
 
@@ -53,10 +53,8 @@ class Alone(Communicator):
 
 
 class _ToItself(Signals):
-    def __init__(self, on_signal: OnSignal | None) -> None:
-        super().__init__(0, 1, on_signal)
-        self._unread: dict[tuple[int, int], None] = {}
-        self._closed, self._failed = False, ""
+    departed = frozenset()
+    _failed = ""
 
     def fail(self, reason: str) -> None:
         self._failed = self._failed or reason
@@ -72,10 +70,6 @@ class _ToItself(Signals):
     def leave(self, why: str) -> None:
         self.close()
 
-    @property
-    def departed(self) -> frozenset[int]:
-        return frozenset()
-
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
         if not over():
             raise TimeoutError(f"not within {timeout:g} s: there is nobody else to bring it about")
@@ -88,19 +82,13 @@ class _ToItself(Signals):
         self._closed = True
 
     def _send(self, peers: Sequence[int], value: int) -> None:
-        self.check()
-        if self._closed:
-            raise CollectiveError("these signals are closed")
+        self._refuse_if_closed()
         for peer in peers:
             if self._on_signal is not None:
                 self._on_signal(peer, value)
                 continue
             refuse_too_many_waiting(peer, len(self._unread))
             self._unread[peer, value] = None
-
-    def _take(self) -> list[tuple[int, int]]:
-        taken, self._unread = list(self._unread), {}
-        return taken
 
 
 class _Finished(Work[T], Attempt):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,8 +19,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from communicators.background.call import Call
-from communicators.background.control import CONTROL_BYTES
 from communicators.background.transport import (
+    CONTROL_BYTES,
     SIGNAL_BYTES,
     PeerLost,
     Pending,
@@ -111,6 +112,7 @@ def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunic
 class MPITransport(Transport):
     """Two duplicates of an MPI communicator: one for payloads, one for control messages."""
 
+    summed = (torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
     _in_vain = False  # whether the last one to be closed waited for nothing: a peer reads from all of them or none
 
     def __init__(self, comm: MPI.Comm, patience: float = TIMEOUT_SECONDS) -> None:
@@ -127,15 +129,16 @@ class MPITransport(Transport):
         pinned = device.type == "cuda"
         buffers = {peer: Payload.on_host(nbytes, pinned=pinned) for peer, nbytes in action.recvs.items()}
         receives = {
-            peer: self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
+            peer: self._data.Irecv(_bytes_of(buffer), peer, call.tag(peer, call.heard))
+            for peer, buffer in buffers.items()
         }
         payloads = {peer: payload.to_host() for peer, payload in action.sends.items()}
         sends = {}
         for peer, payload in payloads.items():
             call.stamp(payload)
             with reaching(peer):
-                sends[peer] = self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer))
-        return _PendingRound(self, call, receives, sends, buffers, payloads, device)
+                sends[peer] = self._data.Isend(_bytes_of(payload), peer, call.tag(peer, call.sent))
+        return _PendingRound(self, call, device, receives, sends, buffers, payloads)
 
     def send_control(self, peer: int, message: bytes) -> None:
         self._unsent()
@@ -150,13 +153,10 @@ class MPITransport(Transport):
             messages.append(bytes(buffer[: status.Get_count(MPI.BYTE)]))
         return messages
 
-    def can_sum(self, tensor: Tensor) -> bool:
-        """Whether MPI can sum this tensor: on the CPU, of a dtype that it knows."""
-        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
-
     def post_sum(self, tensor: Tensor) -> Pending:
         """Posts MPI's own sum; non-blocking, so that a rank that never comes is noticed."""
-        return _PendingSum(self, self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM), tensor)
+        request = self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM)
+        return PendingSum(self, lambda: bool(request.Test()), lambda: self.abandon(request, tensor))
 
     def duplicate(self, patience: float) -> MPITransport:
         """Another transport, made of the communicator for control messages, where no collective is in flight."""
@@ -199,28 +199,26 @@ class MPITransport(Transport):
         self._abandoned.append(what)
 
 
+@dataclass(eq=False)
 class _PendingRound(Pending):
     """Round in flight, by peer. Over TCP a send ends with the receiver's receipt, one α after the message has come."""
 
-    def __init__(
-        self,
-        transport: MPITransport,
-        call: Call,
-        receives: dict[int, MPI.Request],
-        sends: dict[int, MPI.Request],
-        buffers: dict[int, Payload],
-        payloads: dict[int, Payload],
-        device: torch.device,
-    ) -> None:
-        self._transport, self._call, self._receives, self._sends = transport, call, receives, sends
-        self._buffers, self._payloads, self._device = buffers, payloads, device
-        self._statuses = {peer: MPI.Status() for peer in receives}
+    transport: MPITransport
+    call: Call
+    device: torch.device
+    receives: dict[int, MPI.Request]
+    sends: dict[int, MPI.Request]
+    buffers: dict[int, Payload]
+    payloads: dict[int, Payload]
+
+    def __post_init__(self) -> None:
+        self._statuses = {peer: MPI.Status() for peer in self.receives}
 
     def arrived(self) -> bool:
-        return all(self._over(peer, request, self._statuses[peer]) for peer, request in self._receives.items())
+        return all(self._over(peer, request, self._statuses[peer]) for peer, request in self.receives.items())
 
     def done(self) -> bool:
-        return self.arrived() and all(self._over(peer, request) for peer, request in self._sends.items())
+        return self.arrived() and all(self._over(peer, request) for peer, request in self.sends.items())
 
     def _over(self, peer: int, request: MPI.Request, status: MPI.Status | None = None) -> bool:
         """Whether a message has come or gone, one by one: Testall would not say whose fails. Test puts a null then."""
@@ -228,38 +226,18 @@ class _PendingRound(Pending):
             return not request or bool(request.Test(status))
 
     def received(self) -> Received:
-        received = {}
-        for peer, buffer in self._buffers.items():
-            nbytes = self._statuses[peer].Get_count(MPI.BYTE)
-            payload = buffer if nbytes == buffer.wire_nbytes else Payload(buffer.memory[:nbytes])
-            self._call.accept(peer, payload, buffer.nbytes)
-            received[peer] = payload if self._device.type == "cpu" else Payload(payload.memory.to(self._device))
-        return received
+        come = {peer: self._statuses[peer].Get_count(MPI.BYTE) for peer in self.buffers}
+        return {peer: self.call.take(peer, self.buffers[peer], nbytes, self.device) for peer, nbytes in come.items()}
 
     def missing(self) -> list[int]:
-        requests = [*self._receives.items(), *self._sends.items()]
+        requests = [*self.receives.items(), *self.sends.items()]
         return sorted({peer for peer, request in requests if request and not request.Get_status()})
 
     def cancel(self) -> None:
-        for request in self._receives.values():
+        for request in self.receives.values():
             if request:
                 request.Cancel()
-        self._transport.abandon(self._receives, self._sends, self._buffers, self._payloads)
-
-
-class _PendingSum(PendingSum):
-    def __init__(self, transport: MPITransport, request: MPI.Request, tensor: Tensor) -> None:
-        super().__init__(transport)
-        self._abandon, self._request, self._tensor = transport.abandon, request, tensor
-
-    def done(self) -> bool:
-        return bool(self._request.Test())
-
-    def cancel(self) -> None:
-        self._abandon(self._request, self._tensor)
-
-
-_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+        self.transport.abandon(self.receives, self.sends, self.buffers, self.payloads)
 
 
 _abandoned: list[object] = []
@@ -274,7 +252,7 @@ def _keyval() -> int:
 def _freed(comm: MPI.Comm, keyval: int, made: object) -> None:
     """Closes our communicator where the user frees theirs, which is collective: so is closing ours."""
     del comm, keyval
-    if isinstance(made, TransportCommunicator) and not made.released and made.control.abort_reason is None:
+    if isinstance(made, TransportCommunicator) and not made.closed and made.control.abort_reason is None:
         made.close()
 
 
@@ -284,36 +262,39 @@ def _wait_for_all(comm: MPI.Comm, end: float, patience: float) -> None:
     A collective, because the user might receive a message on that communicator. Every rank sends to every other one, so
     where some do not come, what has arrived tells who has; MPI calls that undefined, so it is only named.
     """
-    here = np.zeros(comm.Get_size(), dtype=np.int32)
-    ones = np.ones_like(here)
+    here, ones = np.zeros(comm.Get_size(), dtype=np.int32), np.ones(comm.Get_size(), dtype=np.int32)
     counts, displs = np.ones_like(here), np.arange(len(here), dtype=np.int32)
     request = comm.Ialltoallv([ones, (counts, displs), MPI.INT32_T], [here, (counts, displs), MPI.INT32_T])
-    while not request.Test():
-        if time.monotonic() > end:
-            _abandoned.append((request, here, ones, counts, displs))
-            missing = [rank for rank in np.flatnonzero(here == 0).tolist() if rank != comm.Get_rank()]
-            raise CollectiveError(
-                f"timed out after {patience:g} s: rank {comm.Get_rank()} waits for ranks {missing} in the first call "
-                "with this MPI communicator, which all of its ranks must make, and in one order where there are several"
-            )
-        time.sleep(FIRST_CALL_POLL_SECONDS)
+    if not _ends_in_time(request, end, here, ones, counts, displs):
+        missing = [rank for rank in np.flatnonzero(here == 0).tolist() if rank != comm.Get_rank()]
+        raise CollectiveError(
+            f"timed out after {patience:g} s: rank {comm.Get_rank()} waits for ranks {missing} in the first call "
+            "with this MPI communicator, which all of its ranks must make, and in one order where there are several"
+        )
 
 
 def _duplicate(comm: MPI.Comm, end: float) -> MPI.Comm:
     """A duplicate, which all ranks are about to make."""
     try:
         duplicate, request = comm.Idup()
-        while not request.Test():
-            if time.monotonic() > end:
-                _abandoned.append((duplicate, request))
-                raise CollectiveError(f"timed out: rank {comm.Get_rank()} waits for the others to make a communicator")
-            time.sleep(FIRST_CALL_POLL_SECONDS)
+        if not _ends_in_time(request, end, duplicate):
+            raise CollectiveError(f"timed out: rank {comm.Get_rank()} waits for the others to make a communicator")
     except MPI.Exception as error:
         raise RuntimeError(
             "MPI gives no further communicator: close() those that are not needed any more, on every rank, or Free() "
             f"the mpi4py communicators that they were made for, which closes them ({error})"
         ) from error
     return duplicate
+
+
+def _ends_in_time(request: MPI.Request, end: float, *touched: object) -> bool:
+    """Whether a request is over by then; else keeps alive what it may still touch."""
+    while not request.Test():
+        if time.monotonic() > end:
+            _abandoned.append((request, *touched))
+            return False
+        time.sleep(FIRST_CALL_POLL_SECONDS)
+    return True
 
 
 def _bytes_of(payload: Payload) -> list[Any]:

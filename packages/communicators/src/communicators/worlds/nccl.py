@@ -21,66 +21,45 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from communicators.background.call import Call
 from communicators.background.transport import Pending, PendingSum, Transport
+from communicators.communicator import TIMEOUT_SECONDS
 from communicators.schedule import Payload, Received, Round
-from communicators.worlds.gloo import WAIT
+from communicators.worlds.gloo import WAIT, GlooTransport
+from communicators.worlds.meeting import Rendezvous, reconnected
 
 CONNECT_POLL_SECONDS = 1e-3
 ABORT_SECONDS = 5.0
 """Longest time that the end of the process waits for a communicator to be aborted."""
 
 
-class Line(Protocol):
-    """Messages without tags or lengths between the ranks of a group, in the order of their launch.
+class UntaggedTransport(GlooTransport):
+    """A line for payloads on its devices; gloo, which has tags, for everything else.
 
-    What was launched is a work of torch.distributed: `is_completed()` says whether it is over, well or not; `wait()`
-    then raises what went wrong, and what the current stream does next comes after it.
-
-    device_type: where payloads are. summed: dtypes that it can sum by itself.
+    line: makes messages without tags or lengths between the ranks that have met, in the order of their launch: `NCCL`,
+    or what has the same methods. What it launches is a work of torch.distributed: `is_completed()` says whether it is
+    over, well or not; `wait()` then raises what went wrong, and what the current stream does next comes after it.
     """
 
-    device_type: str
-    summed: Collection[torch.dtype]
+    name = "nccl"
 
-    def ready(self, device: torch.device) -> bool:
-        """Whether it is connected; begins to connect, which all ranks do at the same call. Does not block."""
-
-    def sendrecv(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Any:
-        """Launches the messages of one round at once; a receive gets exactly as many bytes as it has room for."""
-
-    def sum(self, tensor: Tensor) -> Any:
-        """Launches the sum over all ranks, in place."""
-
-    def duplicate(self) -> Line:
-        """Another line between the same ranks."""
-
-    def abort(self) -> None:
-        """Ends what is launched, and the line; does not block."""
-
-    def close(self) -> None:
-        """Closes the line at exit: nothing of ours is launched any more, or it was aborted."""
-
-
-class UntaggedTransport(Transport):
-    """A line for payloads on its devices, and a tagged transport for everything else."""
-
-    def __init__(self, tagged: Transport, line: Line) -> None:
-        self.rank, self.size, self.device, self.threaded = tagged.rank, tagged.size, tagged.device, tagged.threaded
-        self.departure_seconds, self.name = tagged.departure_seconds, "nccl"
-        self.line, self.untagged = line, line.device_type
-        self._tagged = tagged
+    def __init__(
+        self, rendezvous: Rendezvous, line: Callable[[Rendezvous], NCCL], patience: float = TIMEOUT_SECONDS
+    ) -> None:
+        super().__init__(rendezvous, patience)
+        self._make_line, self.line = line, line(self.rendezvous)
+        self.untagged = self.line.device_type
         self._queue: deque[int] = deque()  # numbers of calls that are not over; the first one has its turn
-        self._abandoned: list[object] = []
+        self._launched: list[object] = []  # that the line may still touch
 
     def began(self, call: Call) -> None:
         self._queue.append(call.number)
@@ -94,7 +73,7 @@ class UntaggedTransport(Transport):
         by_line = device.type == self.untagged and call.counted and not action.bounded
         if by_line and (action.sends or action.recvs):
             return _PendingRound(self, call, action, device)
-        return self._tagged.post(call, action, device)
+        return super().post(call, action, device)
 
     def has_turn(self, call: Call) -> bool:
         """Whether all calls before this one are over."""
@@ -104,53 +83,36 @@ class UntaggedTransport(Transport):
         """Whether messages were launched and are over. Raises PeerLost where they may never be."""
         if launched is not None and launched.is_completed():
             return True
-        if (lost := self._tagged.lost()) is not None:
+        if (lost := self.lost()) is not None:
             raise lost
         return False
 
     def can_sum(self, tensor: Tensor) -> bool:
-        if tensor.device.type == self.untagged:
-            return tensor.dtype in self.line.summed
-        return self._tagged.can_sum(tensor)
+        return tensor.dtype in self.line.summed if tensor.device.type == self.untagged else super().can_sum(tensor)
 
     def post_sum(self, tensor: Tensor) -> Pending:
         """Posts a sum. A round of its call went before, so its call has its turn."""
-        if tensor.device.type == self.untagged:
-            return _PendingSum(self, self.line.sum(tensor), tensor)
-        return self._tagged.post_sum(tensor)
+        if tensor.device.type != self.untagged:
+            return super().post_sum(tensor)
+        launched = self.line.sum(tensor)
+        done, cancel = (lambda: self.is_over(launched)), (lambda: self.abort(launched, tensor))
+        return PendingSum(self, done, cancel, launched.wait)
 
-    def duplicate(self, patience: float) -> UntaggedTransport:
-        self.duplicates += 1
-        return UntaggedTransport(self._tagged.duplicate(patience), self.line.duplicate())
+    def duplicate(self, patience: float) -> Transport:
+        return self._another(lambda there, patience: UntaggedTransport(there, self._make_line, patience), patience)
 
     def duplicate_for_signals(self, patience: float) -> Transport:
-        """Duplicate of the tagged transport alone."""
-        self.duplicates += 1
-        return self._tagged.duplicate_for_signals(patience)
+        """Duplicate without a line."""
+        return super().duplicate(patience)
 
-    def abandon(self, *what: object) -> None:
+    def abort(self, *launched: object) -> None:
         """Ends the line, and keeps buffers alive that it may still touch."""
-        self._abandoned.append(what)
+        self._launched.append(launched)
         self.line.abort()
-
-    def nap(self, seconds: float) -> None:
-        self._tagged.nap(seconds)
-
-    def send_control(self, peer: int, message: bytes) -> None:
-        self._tagged.send_control(peer, message)
-
-    def read_control(self) -> list[bytes]:
-        return self._tagged.read_control()
-
-    def unreachable(self) -> list[int]:
-        return self._tagged.unreachable()
-
-    def closing(self) -> bool:
-        return self._tagged.closing()
 
     def close(self) -> None:
         self.line.close()
-        self._tagged.close()
+        super().close()
 
 
 class _PendingRound(Pending):
@@ -168,7 +130,6 @@ class _PendingRound(Pending):
         return self._transport.is_over(self._launched)
 
     def received(self) -> Received:
-        assert self._launched is not None
         self._launched.wait()
         for peer, buffer in self._buffers.items():
             self._call.accept_unread(peer, buffer)
@@ -183,7 +144,7 @@ class _PendingRound(Pending):
 
     def cancel(self) -> None:
         if self._launched is not None:
-            self._transport.abandon(self._launched, self._payloads, self._buffers)
+            self._transport.abort(self._launched, self._payloads, self._buffers)
 
     def _launch(self) -> Any:
         for peer, payload in self._action.sends.items():
@@ -194,28 +155,12 @@ class _PendingRound(Pending):
         try:
             return self._transport.line.sendrecv(_memories(self._payloads), _memories(self._buffers))
         except Exception:  # some of it may be in flight
-            self._transport.abandon(self._payloads, self._buffers)
+            self._transport.abort(self._payloads, self._buffers)
             raise
 
 
 def _memories(payloads: Received) -> dict[int, Tensor]:
     return {peer: payload.memory for peer, payload in payloads.items()}
-
-
-class _PendingSum(PendingSum):
-    def __init__(self, transport: UntaggedTransport, launched: Any, tensor: Tensor) -> None:
-        super().__init__(transport)
-        self._untagged, self._launched, self._tensor = transport, launched, tensor
-
-    def done(self) -> bool:
-        return self._untagged.is_over(self._launched)
-
-    def received(self) -> Received:
-        self._launched.wait()
-        return {}
-
-    def cancel(self) -> None:
-        self._untagged.abandon(self._launched, self._tensor)
 
 
 class NCCL:
@@ -230,7 +175,6 @@ class NCCL:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         from torch._C._distributed_c10d import ProcessGroupNCCL  # not in every build of torch
 
-        self._store, self._duplicates = store, 0
         options = ProcessGroupNCCL.Options()
         options._timeout = WAIT  # the engine watches the clock; NCCL's own watchdog ends the process
         self._group: Any = ProcessGroupNCCL(store, rank, size, options)
@@ -238,8 +182,13 @@ class NCCL:
         self._connected: Future[None] = Future()
         self._aborting: threading.Thread | None = None
 
+    @classmethod
+    def of(cls, met: Rendezvous) -> NCCL:
+        """NCCL between ranks that have met, by a client of the Store of our own."""
+        return cls(reconnected(met.elsewhere("nccl").shared), met.rank, met.size)
+
     def ready(self, device: torch.device) -> bool:
-        """Whether NCCL is connected; ValueError for a second device."""
+        """Whether NCCL is connected; begins to, which all ranks do at the same call. ValueError for a second device."""
         if self._device is None:
             self._device = device
             threading.Thread(target=self._connect, name="communicators-nccl", daemon=True).start()
@@ -248,7 +197,7 @@ class NCCL:
         return self._connected.done() and self._connected.result() is None
 
     def sendrecv(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Any:
-        """Launches a round as one coalesced group."""
+        """Launches a round as one coalesced group; a receive gets exactly as many bytes as it has room for."""
         self._group._start_coalescing()
         try:
             for peer, buffer in recvs.items():
@@ -263,12 +212,6 @@ class NCCL:
         """Launches NCCL's own allreduce, in place."""
         launched: Any = self._group.allreduce([tensor])
         return launched
-
-    def duplicate(self) -> NCCL:
-        """Another NCCL communicator of the same ranks."""
-        self._duplicates += 1
-        store = PrefixStore(f"duplicate/{self._duplicates}", self._store)
-        return NCCL(store, self._group.rank(), self._group.size())
 
     def abort(self) -> None:
         """Aborts in a thread of its own, which waits for NCCL's."""

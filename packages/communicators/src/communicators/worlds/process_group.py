@@ -21,7 +21,7 @@ from communicators.background.transport_communicator import TransportCommunicato
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.worlds.gloo import GlooTransport
-from communicators.worlds.meeting import REMEDY, Rendezvous, in_time, reconnected, store_of
+from communicators.worlds.meeting import REMEDY, Rendezvous, in_time, store_of
 from communicators.worlds.nccl import NCCL, UntaggedTransport, uses_nccl
 
 TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
@@ -80,11 +80,8 @@ def _generation(group: dist.ProcessGroup) -> Generation:
 def _connected(group: dist.ProcessGroup, patience: float, transport: str | None, store: Store | None) -> Transport:
     if transport == "nccl" and not uses_nccl(group):
         raise ValueError('transport="nccl", but the process group does not use NCCL for CUDA tensors: leave it out')
-    tagged = GlooTransport(Rendezvous.of(group, store_of(group) if store is None else store), patience)
-    if transport != "nccl":
-        return tagged
-    there = reconnected(tagged.rendezvous.elsewhere("nccl").shared)
-    return UntaggedTransport(tagged, NCCL(there, tagged.rank, tagged.size))
+    there = Rendezvous.of(group, store_of(group) if store is None else store)
+    return UntaggedTransport(there, NCCL.of, patience) if transport == "nccl" else GlooTransport(there, patience)
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
