@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import check_bytes, element_count, flatten
+from sparse_compress.arguments import element_count, flatten
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
 
 
@@ -77,11 +77,10 @@ class DenseCodec:
             TypeError: The message is no uint8 tensor.
             ValueError: The message has another length, or on a CPU a corrupted scale.
         """
-        check_bytes(message)
-        numel = element_count(numel)
+        message, numel = aligned(message), element_count(numel)
         if message.numel() != self.nbytes(numel):
             raise ValueError(f"{message.numel()} bytes given, but {numel} elements take {self.nbytes(numel)}")
-        return VALUES[self.values].unpack(aligned(message), numel)
+        return VALUES[self.values].unpack(message, numel)
 
     def __repr__(self) -> str:
         return f"DenseCodec(values={self.values!r})"

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.arguments import check_dense, integer, share_of
-from sparse_compress.selection import Largest, topk
+from sparse_compress.selection import fused_step, topk
 from sparse_compress.vector import SparseVector
 
 SHARE = "the fraction of elements to send"
@@ -37,7 +38,8 @@ class Density:
         return min(numel, max(1, round(self._density * numel)))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(density={self.density})"
+        given = [name for name in signature(type(self)).parameters if hasattr(self, name)]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)}' for name in given)})"
 
 
 class TopK(Density):
@@ -64,7 +66,8 @@ class TopK(Density):
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         """Accumulates, selects and clears in one sweep."""
-        return Largest(self.entries(gradient.numel())).step(before, gradient, momentum, out)
+        n = gradient.numel()
+        return fused_step(self, before, gradient, momentum, out, [(0, n)], [self.entries(n)])
 
 
 @dataclass(frozen=True)
