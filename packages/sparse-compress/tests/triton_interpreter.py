@@ -52,7 +52,7 @@ def check_blocks(gradient, bounds, budgets, momentum):
     """Blocks that begin anywhere, one after the other, as `LargestOfBlocks` on a GPU."""
     ours, plain = (Accumulator.zeros(gradient, momentum=momentum > 0) for _ in range(2))
     for step in (gradient, gradient.flip(0) * 0.75):
-        sent = selection._triton_step(ours, step, momentum, ours, bounds, budgets)
+        sent = selection._triton_step(ours, step, momentum, ours, list(zip(bounds, budgets, strict=True)))
         expected = LargestOfBlocks(bounds, budgets).step(plain, step, momentum, plain)
         assert torch.equal(sent.pack(), expected.pack())
         for one, other in zip(ours.flat(), plain.flat(), strict=True):

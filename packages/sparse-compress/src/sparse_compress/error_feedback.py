@@ -185,9 +185,7 @@ class ErrorFeedback:
         self._known[name].fill(spans, 0.0)
 
     def adopt(self, name: str, residual: Tensor, velocity: Tensor | None = None) -> None:
-        """Starts a name that is not known yet with a copy of this residual (and velocity).
-
-        It serves tensors whose residual was kept under other names, such as buckets that were cut anew.
+        """Starts a name that is not known yet with a copy of a residual (and velocity), as when buckets are cut anew.
 
         Args:
             name: A new one.

@@ -28,6 +28,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_ELEMENTS = 2**31 - 2**12  # of a Triton kernel: the last block's element numbers still fit int32
 ANY = -1
 """Key that all elements reach: the k largest are selected."""
+Select = Callable[[Tensor], SparseVector]
+Span = tuple[int, int]
 
 
 def topk(x: Tensor, k: int) -> SparseVector:
@@ -164,7 +166,7 @@ class Largest(Selection):
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         n = gradient.numel()
-        return fused_step(self, before, gradient, momentum, out, [(0, n)], [min(self.k, n)])
+        return fused_step(self, before, gradient, momentum, out, [((0, n), min(self.k, n))])
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class Reaching(Selection):
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         key = reachable(self.key, torch.float32)
-        return fused_step(self, before, gradient, momentum, out, [(0, gradient.numel())], [self.k], key)
+        return fused_step(self, before, gradient, momentum, out, [((0, gradient.numel()), self.k)], key)
 
 
 @dataclass(frozen=True)
@@ -207,17 +209,14 @@ class LargestOfBlocks(Selection):
         return concatenate(chosen)
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        if any(low < high and not budget for (low, high), budget in zip(self.bounds, self.budgets, strict=True)):
-            return super().step(before, gradient, momentum, out)
-        return fused_step(self, before, gradient, momentum, out, self.bounds, self.budgets)
+        blocks = list(zip(self.bounds, self.budgets, strict=True))
+        if any(low < high and not budget for (low, high), budget in blocks):
+            return plain_step(self, before, gradient, momentum, out)
+        return fused_step(self, before, gradient, momentum, out, blocks)
 
 
 def plain_step(
-    select: Callable[[Tensor], SparseVector],
-    before: Accumulator,
-    gradient: Tensor,
-    momentum: float,
-    out: Accumulator,
+    select: Select, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator
 ) -> SparseVector:
     """`Selection.step` by any selection, in a sweep each."""
     before.advance(gradient, momentum, out)
@@ -227,30 +226,30 @@ def plain_step(
 
 
 def fused_step(
-    select: Callable[[Tensor], SparseVector],
+    select: Select,
     before: Accumulator,
     gradient: Tensor,
     momentum: float,
     out: Accumulator,
-    bounds: Sequence[tuple[int, int]],
-    budgets: Sequence[int],
+    blocks: Sequence[tuple[Span, int]],
     key: int = ANY,
 ) -> SparseVector:
-    """Step of ``select``, by kernels where they take the gradient: a budget of the largest of each block.
+    """`Selection.step` of ``select``, in one sweep where kernels take the gradient.
 
-    A key, given with one block, bounds what is selected of it; so there may be less.
+    blocks: [low, high), and how many of its largest are selected, as ``select`` does; with a key, which then bounds
+    what is selected, one block.
     """
-    library, n, most = kernels(gradient, KINDS), gradient.numel(), sum(budgets)
+    library, n, most = kernels(gradient, KINDS), gradient.numel(), sum([k for _, k in blocks])
     if not library or not most or (most >= n and key == ANY):
         if most and key == ANY and _triton_takes(gradient):
-            return _triton_step(before, gradient, momentum, out, bounds, budgets)
+            return _triton_step(before, gradient, momentum, out, blocks)
         return plain_step(select, before, gradient, momentum, out)
     sent = SparseVector.allocate(most, n, torch.float32, gradient.device)
     kept = before.residual, before.velocity, out.residual, out.velocity
     v, u, new_v, new_u = [None if part is None else part.data_ptr() for part in kept]
     given = v, u, gradient.data_ptr(), KINDS[gradient.dtype], momentum, new_v, new_u
     indices, values, found = sent.run
-    for (low, high), k in zip(bounds, budgets, strict=True):
+    for (low, high), k in blocks:
         if k:
             scratch = SCRATCH.of(_scratch_nbytes(high - low, k))
             found = library.sc_step(*given, high - low, k, key, low, indices, values, scratch.data_ptr())
@@ -259,23 +258,18 @@ def fused_step(
 
 
 def _triton_step(
-    before: Accumulator,
-    gradient: Tensor,
-    momentum: float,
-    out: Accumulator,
-    bounds: Sequence[tuple[int, int]],
-    budgets: Sequence[int],
+    before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator, blocks: Sequence[tuple[Span, int]]
 ) -> SparseVector:
-    """`fused_step` on a GPU, block by block; blocks without a budget are empty."""
+    """`fused_step` on a GPU, block by block; those without a budget are empty."""
     from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
 
-    flat, sent = gradient.view(-1), []
-    for (low, high), k in zip(bounds, budgets, strict=True):
-        span = slice(low, high)
-        given = before.part(span), flat[span], momentum, k, out.part(span)
-        with torch.cuda.device(flat.device):
-            sent.append(select.step_topk(*given) if k else SparseVector.empty(0, device=flat.device))
-    return sent[0] if len(sent) == 1 else concatenate(sent)
+    flat, sent = gradient.view(-1), [SparseVector.empty(0, device=gradient.device)]
+    with torch.cuda.device(flat.device):
+        for edges, k in blocks:
+            if k:
+                span = slice(*edges)
+                sent.append(select.step_topk(before.part(span), flat[span], momentum, k, out.part(span)))
+    return sent[1] if len(sent) == 2 else concatenate(sent)
 
 
 @lru_cache(maxsize=1024)

@@ -25,6 +25,7 @@ INDEX_BYTES = 4
 WORDS = Struct("=2q")  # of the header's second half: numel; entries and, above 32 bits, the dtype's code
 CODES = {torch.float32: 1, torch.float64: 2}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
+Device = torch.device | str | None
 
 
 class SparseVector:
@@ -73,13 +74,7 @@ class SparseVector:
 
     @classmethod
     def allocate(
-        cls,
-        entries: int,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        packed: Tensor | None = None,
+        cls, entries: int, numel: int, dtype: torch.dtype, device: Device = None, packed: Tensor | None = None
     ) -> Self:
         """Allocates a vector in a new buffer; the caller fills in indices and values. Arguments are trusted.
 
@@ -87,22 +82,20 @@ class SparseVector:
             entries: Number of entries, k.
             numel: Elements of the whole vector.
             dtype: float32 or float64.
-            device: Device of the buffer.
+            device: Device of the buffer; default: torch's default device.
             packed: Packed vector to take as the buffer.
         """
         vector = object.__new__(cls)
+        vector._unwritten, vector._indices, vector._values = packed is None, None, None
         if packed is None:
             nbytes = HEADER_BYTES + entries * (dtype.itemsize + INDEX_BYTES)
-            vector._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        else:
-            vector._buffer = packed
-        vector.device, vector.is_cpu = vector._buffer.device, vector._buffer.is_cpu
-        vector._entries, vector.numel, vector.dtype = entries, numel, dtype
-        vector._unwritten, vector._indices, vector._values = packed is None, None, None
+            packed = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        vector._buffer, vector._entries, vector.numel, vector.dtype = packed, entries, numel, dtype
+        vector.device, vector.is_cpu = packed.device, packed.is_cpu
         return vector
 
     @classmethod
-    def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: torch.device | str | None = None) -> Self:
+    def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: Device = None) -> Self:
         """Vector without entries.
 
         Args:
@@ -116,7 +109,6 @@ class SparseVector:
         """
         if dtype not in WIRE_DTYPES:
             raise TypeError(f"dtype {dtype} given, expected one of {list(WIRE_DTYPES)}")
-        device = torch.get_default_device() if device is None else device
         return cls.allocate(0, element_count(numel), WIRE_DTYPES[dtype], device)
 
     @property
@@ -183,10 +175,9 @@ class SparseVector:
             ValueError: ``out`` is of another size, dtype or device, or not contiguous.
         """
         if (out.numel(), out.dtype, out.device) != (self.numel, self.dtype, self.device) or not out.is_contiguous():
-            raise ValueError(
-                f"{self} cannot be put into {out.dtype}, {tuple(out.shape)} on {out.device}: expected a contiguous "
-                "tensor of its numel, dtype and device"
-            )
+            given = f"{out.dtype}, {tuple(out.shape)} on {out.device}"
+            problem = f"{self} cannot be put into {given}: expected a contiguous tensor of its numel, dtype and device"
+            raise ValueError(problem)
         return put(out, self.indices, self.values, divisor=divisor)
 
     def pack(self) -> Tensor:
@@ -246,7 +237,7 @@ class SparseVector:
                 raise ValueError(
                     f"the message holds {numel} elements of {dtype}, expected {like.numel} of {like.dtype}"
                 )
-        vector = cls.allocate(entries, numel, dtype, buffer.device, packed=buffer)
+        vector = cls.allocate(entries, numel, dtype, buffer.device, buffer)
         if buffer.is_cpu:
             check_entries(vector, 0, numel)
         return vector

@@ -47,13 +47,10 @@ class DenseCodec:
         return rounded, leftover(flatten(tensor), rounded)
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """Encodes a tensor as a message.
+        """Encodes a tensor as a message: uint8, (nbytes,).
 
         Args:
             tensor: float32, of any shape.
-
-        Returns:
-            uint8, (nbytes,).
 
         Raises:
             TypeError: The tensor is not float32.
@@ -64,14 +61,11 @@ class DenseCodec:
         return VALUES[self.values].pack(flat)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """Decodes the tensor of a message.
+        """Decodes the tensor of a message: float32, (numel,), which may share the message's memory.
 
         Args:
             message: uint8, 1-D.
             numel: Elements of the tensor.
-
-        Returns:
-            float32, (numel,), which may share the message's memory.
 
         Raises:
             TypeError: The message is no uint8 tensor.

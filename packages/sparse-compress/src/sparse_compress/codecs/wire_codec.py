@@ -51,10 +51,7 @@ class WireCodec:
         return HEADER_BYTES + self._sizes(entries, numel)[-1]
 
     def split(self, vector: SparseVector) -> tuple[SparseVector, SparseVector]:
-        """Splits a vector into the values that ``encode`` keeps, and the rounding error, entry by entry.
-
-        Args:
-            vector: float32.
+        """Splits a float32 vector into the values that ``encode`` keeps, and the rounding error, entry by entry.
 
         Returns:
             (rounded, error) with the vector's indices; rounded + error = vector, exactly; NaN and inf have error 0.
@@ -62,20 +59,16 @@ class WireCodec:
         Raises:
             TypeError: The vector is float64.
         """
-        kind, values = VALUES[self.values], _float32(vector)
-        rounded, error = _with_indices(vector), _with_indices(vector)
+        kind, values, rounded, error = VALUES[self.values], _float32(vector), vector.clone(), vector.clone()
         kind.unpack(kind.pack(values), len(vector), out=rounded.values)
         leftover(values, rounded.values, out=error.values)
         return rounded, error
 
     def encode(self, vector: SparseVector) -> Tensor:
-        """Encodes a vector as a message.
+        """Encodes a vector as a message: uint8, (nbytes,).
 
         Args:
             vector: float32.
-
-        Returns:
-            uint8, (nbytes,).
 
         Raises:
             TypeError: The vector is float64.
@@ -85,7 +78,11 @@ class WireCodec:
         message[FREE_BYTES:HEADER_BYTES] = vector.pack()[FREE_BYTES:HEADER_BYTES]
         body = message[HEADER_BYTES:]
         body[:size] = VALUES[self.values].pack(values)
-        packed = elias_fano.pack(vector.indices, vector.numel) if self.indices == "packed" else _raw(vector.indices)
+        packed = (
+            elias_fano.pack(vector.indices, vector.numel)
+            if self.indices == "packed"
+            else vector.indices.view(torch.uint8)
+        )
         body[indices_at : indices_at + len(packed)] = packed
         return message
 
@@ -193,18 +190,7 @@ def _entries(header: Tensor, numel: int, expected: int | None) -> int:
     return count
 
 
-def _raw(indices: Tensor) -> Tensor:
-    return indices.contiguous().view(torch.uint8)
-
-
 def _float32(vector: SparseVector) -> Tensor:
     if vector.dtype != torch.float32:
         raise TypeError(f"{vector} given, expected float32 values: float64 travels by pack()")
     return vector.values
-
-
-def _with_indices(like: SparseVector) -> SparseVector:
-    """Vector of the same indices; the caller fills in the values."""
-    vector = SparseVector.allocate(len(like), like.numel, torch.float32, like.device)
-    vector.indices.copy_(like.indices)
-    return vector

@@ -21,7 +21,7 @@ class Density:
     ``density``: 0 < density ≤ 1, else ValueError; TypeError for anything but a number. It may be set anew.
     """
 
-    def __init__(self, density: float) -> None:
+    def __init__(self, density: float = 0.01) -> None:
         self.density = density
 
     @property
@@ -57,9 +57,6 @@ class TopK(Density):
 
     finds_nonfinite = True
 
-    def __init__(self, density: float = 0.01) -> None:
-        super().__init__(density)
-
     def __call__(self, tensor: Tensor) -> SparseVector:
         check_dense(tensor, "tensor")
         return topk(tensor, self.entries(tensor.numel()))
@@ -67,7 +64,7 @@ class TopK(Density):
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         """Accumulates, selects and clears in one sweep."""
         n = gradient.numel()
-        return fused_step(self, before, gradient, momentum, out, [(0, n)], [self.entries(n)])
+        return fused_step(self, before, gradient, momentum, out, [((0, n), self.entries(n))])
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,7 @@ def _opened(path: Path, level: str) -> Found:
         return Found(None, f"NumPy: {path.name} cannot be loaded: {error}")
     if SOURCE.exists() and library.sc_source() != digest().encode():
         return Found(None, f"NumPy: {path.name} is of another {SOURCE.name}: install again")
-    level = list(LEVELS)[library.sc_use(LEVELS[level])]
-    return Found(library, f"kernels for {level}: {path}")
+    return Found(library, f"kernels for {list(LEVELS)[library.sc_use(LEVELS[level])]}: {path}")
 
 
 def _whole(path: Path) -> bool:
