@@ -11,8 +11,7 @@ enum { SELECT, STEP, MERGE, WITHOUT, PUT, PACK, UNPACK, VALUES };
 
 /* in, out: of the tensors one after the other. n: elements; k: entries that are asked for; m: of the other vector. */
 static int64_t run(int64_t kernel, int64_t n, int64_t k, int64_t m, char *in, char *out, char *scratch) {
-    int64_t pieces[2 * STREAMS], all, highs = INT32_MAX;
-    char *values = scratch + 4 * (n + m + SLACK), *spare = values + 4 * (n + m + SLACK);
+    int64_t all, highs = INT32_MAX;
     switch (kernel) {
     case SELECT:
         return sc_select(in, n, k, -1, 0, out, out + 4 * k, scratch);
@@ -21,12 +20,12 @@ static int64_t run(int64_t kernel, int64_t n, int64_t k, int64_t m, char *in, ch
         return sc_step(out + 8 * k, out + 8 * k + 4 * n, in + 8 * n, FLOAT32, 0.9f, out + 8 * k, out + 8 * k + 4 * n, n, k,
                        -1, 0, out, out + 4 * k, scratch);
     case MERGE: /* two vectors of n and m entries */
-        all = sc_union(in, in + 4 * n, n, in + 8 * n, in + 8 * n + 4 * m, m, scratch, values, pieces);
-        sc_split(scratch, values, pieces, &highs, &k, 1, out, out + 4 * k, out + 8 * k, out + 4 * k + 4 * all, spare);
+        all = sc_union(in, in + 4 * n, n, in + 8 * n, in + 8 * n + 4 * m, m, scratch);
+        sc_split(scratch, &highs, &k, 1, out, out + 4 * k, out + 8 * k, out + 4 * k + 4 * all);
         return all;
     case WITHOUT:
-        all = sc_without(in, in + 4 * n, n, in + 8 * n, m, scratch, values, pieces);
-        sc_join(scratch, values, pieces, out, out + 4 * all);
+        all = sc_without(in, in + 4 * n, n, in + 8 * n, m, scratch);
+        sc_join(scratch, out, out + 4 * all);
         return all;
     case PUT: /* k entries */
         sc_put(out, n, in, in + 4 * k, k, 3);
@@ -53,7 +52,7 @@ int main(void) {
     while (fread(said, sizeof said, 1, stdin) == 1) {
         size_t given = (size_t)said[5], made = (size_t)said[6];
         char *in = malloc(given + 1), *out = calloc(made + 1, 1);
-        char *scratch = malloc((size_t)(sc_scratch(said[2], said[3]) + 16 * (said[2] + said[4])));
+        char *scratch = malloc((size_t)(sc_scratch(said[2], said[3]) + 16 * (said[2] + said[4]) + PIECES));
         if (!in || !out || !scratch || fread(in, 1, given, stdin) != given)
             return 1;
         answer[0] = sc_use((int)said[1]);

@@ -131,7 +131,7 @@ def test_rollback_brings_every_bit_back(seed, momentum, outcomes):
             tentative.commit()
             assert_same_bits(state_bits(tentative), state_bits(plain))
         else:
-            before = {name: tensor.clone() for name, tensor in tentative._committed.items()}
+            before = {name: tensor.clone() for name, tensor in tentative._undo.items()}
             tentative.rollback()
             for name, known in before.items():
                 assert torch.equal(tentative.residual(name), known.residual)

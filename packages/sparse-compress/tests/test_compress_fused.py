@@ -53,7 +53,7 @@ def assert_steps_agree(gradients, density, select=None, **mode):
     for gradient in gradients:
         if gradient.dtype.itemsize == 2:
             gradient = gradient.nan_to_num(torch.inf, torch.inf, -torch.inf)
-        known = fused._committed.get("w")
+        known = fused._known.get("w")
         if known is not None:
             gradient = torch.where(known.residual.isnan(), 0, gradient)
         sent = fused.compress("w", gradient, select=select)
@@ -61,7 +61,7 @@ def assert_steps_agree(gradients, density, select=None, **mode):
         assert torch.equal(sent.indices, expected.indices)
         assert torch.equal(bits(sent.values), bits(expected.values))
         assert fused.suspects() == plain.suspects()
-        for one, other in zip(fused._find("w").flat(), plain._find("w").flat(), strict=True):
+        for one, other in zip(fused._known["w"].flat(), plain._known["w"].flat(), strict=True):
             assert torch.equal(bits(one), bits(other))
         fused.commit()
         plain.commit()
@@ -152,7 +152,7 @@ def peak_rss_growth(dtype, view):
         f"gradient = torch.randn(1 << 12, 1 << 12).to(torch.{dtype}){view}\n"
         "feedback.compress('w', gradient[:1 << 8])\n"  # libraries and buffers
         "feedback.load_state_dict({'residuals': {}, 'velocities': {}})\n"
-        "residual = feedback._before('x', gradient).residual.fill_(1)\n"
+        "feedback.adopt('x', torch.ones_like(gradient, dtype=torch.float32, memory_format=torch.contiguous_format))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "feedback.compress('x', gradient)\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n"

@@ -19,8 +19,8 @@ from sparse_compress.native import compiling, library
 from sparse_compress.native.library import SWITCH, kernels, using
 from sparse_compress.selection import LargestOfBlocks, Reaching
 from sparse_compress.spread_keys import rising
-from sparse_compress.vector import check_entries, check_indices
-from sparse_compress.vectors import larger, without
+from sparse_compress.vector import check_entries
+from sparse_compress.vectors import larger, of_entries, without
 
 seeds = st.integers(0, 2**32 - 1)
 lengths = st.integers(1, 300) | st.integers(1, 100_000)
@@ -73,7 +73,7 @@ def steps(gradients, *, select=None, **mode):
         sent = feedback.compress("w", gradient, select=select)
         feedback.commit()
         feedback.restore("w", topk(sent.to_dense(), 7))
-        seen += [sent, *(part.clone() for part in feedback._find("w").flat())]
+        seen += [sent, *(part.clone() for part in feedback._known["w"].flat())]
     return seen
 
 
@@ -149,9 +149,10 @@ def test_some_of_the_entries(level, nasty, seed, numel, data):
 @pytest.mark.parametrize("wrong", [[0, 0], [5, 4], [*range(40), 39], [7, -1]])
 def test_indices_that_do_not_increase(level, wrong):
     with using(level):
-        check_indices(torch.arange(0, 999, 3, dtype=torch.int32), 0, 1000)
+        check_entries(of_entries(torch.arange(0, 999, 3, dtype=torch.int32), torch.ones(333), 1000), 0, 1000)
+        sparse = of_entries(torch.tensor(wrong, dtype=torch.int32), torch.ones(len(wrong)), 1000)
         with pytest.raises(ValueError, match="not strictly increasing"):
-            check_indices(torch.tensor(wrong, dtype=torch.int32), 0, 1000)
+            check_entries(sparse, 0, 1000)
 
 
 @given(first=st.integers(0, 99), last=st.integers(0, 99), low=st.integers(-1, 100), high=st.integers(0, 101))

@@ -1,6 +1,8 @@
 """Sparse vectors: validation, the wire form, and that nothing is copied."""
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -195,3 +197,12 @@ def test_saved_and_loaded_as_bytes():
     torch.save(topk(torch.tensor([1.0, 2.0]), 1).pack(), file)
     file.seek(0)
     assert SparseVector.unpack(torch.load(file, weights_only=True)).to_dense().tolist() == [0, 2]
+
+
+def test_copies_have_memory_of_their_own():
+    """Also where the original is gone: kernels get addresses."""
+    vector = topk(torch.arange(9.0), 3)
+    for copied in (pickle.loads(pickle.dumps(vector)), copy.deepcopy(vector), vector.clone()):
+        vector.values.fill_(0)
+        assert merge(copied, copied, 3)[0].to_dense().sum() == 2 * (6 + 7 + 8)
+        vector = copied

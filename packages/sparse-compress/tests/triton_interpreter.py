@@ -7,10 +7,11 @@ Uninitialised memory is filled with NaN and the largest integers, so that what a
 
 import os
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import torch
-from sparse_compress import Largest, topk
+from sparse_compress import Largest, LargestOfBlocks, selection, topk
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.gpu import select
 from sparse_compress.gpu.select import Tiling
@@ -47,6 +48,17 @@ def check_step(gradient, k, tiling, momentum, tentative):
         ours, plain = out, plain_out
 
 
+def check_blocks(gradient, bounds, budgets, momentum):
+    """Blocks that begin anywhere, one after the other, as `LargestOfBlocks` on a GPU."""
+    ours, plain = (Accumulator.zeros(gradient, momentum=momentum > 0) for _ in range(2))
+    for step in (gradient, gradient.flip(0) * 0.75):
+        sent = selection._triton_step(ours, step, momentum, ours, list(zip(bounds, budgets, strict=True)))
+        expected = LargestOfBlocks(bounds, budgets).step(plain, step, momentum, plain)
+        assert torch.equal(sent.pack(), expected.pack())
+        for one, other in zip(ours.flat(), plain.flat(), strict=True):
+            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
 def uninitialised(like):
     return Accumulator(*(None if part is None else torch.empty_like(part) for part in (like.residual, like.velocity)))
 
@@ -65,6 +77,9 @@ def main():
         check_topk(x, (1, 600)[number % 2], Tiling(512, 2))
     check_topk(torch.ones(500)[3:].view(-1), 497, Tiling(128, 2))  # all of them, off the usual alignment
     check_step(torch.zeros(127), 5, tiling=Tiling(64, 1), momentum=0.5, tentative=True)
+    torch.cuda.device = lambda _: nullcontext()
+    for bounds, budgets in (([(0, 37), (37, 37), (37, 1025)], [5, 0, 20]), ([(0, 1025)], [30])):
+        check_blocks(torch.from_numpy(NASTY["normal"](rng, 1025)), bounds, budgets, momentum=0.9 * (len(bounds) > 1))
     print("same bits", file=sys.stderr)
 
 

@@ -4,7 +4,7 @@ from sparse_compress import arguments, spread_keys, vectors
 from sparse_compress.arguments import MAX_NUMEL
 from sparse_compress.codecs.dense_codec import DenseCodec
 from sparse_compress.codecs.wire_codec import WireCodec, index_entropy
-from sparse_compress.compressors.by_parts import ByParts, concatenate
+from sparse_compress.compressors.by_parts import ByParts
 from sparse_compress.compressors.compressor import Compressor, StatefulCompressor
 from sparse_compress.compressors.density import TopK, WarmUp
 from sparse_compress.compressors.dgc import DGCTopK, clip_locally
@@ -16,7 +16,7 @@ from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.merge import add, add_all, cut_to_budgets, merge, merge_to_budgets, share, union_of
 from sparse_compress.selection import Largest, LargestOfBlocks, Reaching, Selection, all_finite, topk
 from sparse_compress.vector import FREE_BYTES, HEADER_BYTES, SparseVector, put, wire_nbytes
-from sparse_compress.vectors import pad
+from sparse_compress.vectors import concatenate, pad
 from sparse_compress.version import __version__
 
 __all__ = [

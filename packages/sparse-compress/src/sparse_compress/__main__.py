@@ -3,17 +3,8 @@
 python -m sparse_compress
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
+from sparse_compress import __version__
 from sparse_compress.native.library import in_use
 
-
-def _version() -> str:
-    try:
-        return version("sparse-compress")
-    except PackageNotFoundError:  # its sources are on PYTHONPATH
-        return "(not installed)"
-
-
 if __name__ == "__main__":
-    print(f"sparse-compress {_version()}: on a CPU {in_use()}")
+    print(f"sparse-compress {__version__}: on a CPU {in_use()}")

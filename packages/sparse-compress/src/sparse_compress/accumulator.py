@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import WIRE_DTYPES
-from sparse_compress.native.library import kernels
 from sparse_compress.vector import SparseVector
 
 
@@ -65,13 +64,6 @@ class Accumulator:
             else:
                 tensor.index_fill_(0, sent.indices.long(), 0)
 
-    def restore(self, dropped: SparseVector) -> None:
-        """v ← v + dropped."""
-        if kernels(self.residual):
-            kernels().sc_add_at(self.residual.data_ptr(), *dropped.addresses, len(dropped))
-            return
-        self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
-
     def flat(self) -> list[Tensor]:
         """Parts as 1-D tensors, over the same memory."""
         return [part.view(-1) for part in (self.residual, self.velocity) if part is not None]
@@ -95,23 +87,21 @@ def read_state(state: Mapping[str, Any], *, momentum: bool, known: Mapping[str, 
     expected = list(residuals) if momentum else []
     if set(velocities) != set(expected):
         raise ValueError(
-            f"velocities of {list(velocities)} given, expected those of {list(expected)}: "
+            f"velocities of {list(velocities)} given, expected those of {expected}: "
             "the state was saved with another momentum setting, or is incomplete"
         )
-    read = {}
-    for name, residual in residuals.items():
-        like = known[name].residual if name in known else residual
-        parts = [residual, velocities[name]] if momentum else [residual]
-        for kind, tensor in zip(("residual", "velocity"), parts, strict=False):
-            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
-                raise ValueError(
-                    f"{kind} of {name!r}: {tuple(tensor.shape)} of {tensor.dtype}, expected {tuple(like.shape)} of "
-                    f"{like.dtype}"
-                )
-        copies = [_copy(tensor, like.device) for tensor in parts]
-        read[name] = Accumulator(copies[0], copies[1] if momentum else None)
-    return read
+    return {
+        name: Accumulator(
+            _copy(f"residual of {name!r}", residual, like := known[name].residual if name in known else residual),
+            _copy(f"velocity of {name!r}", velocities[name], like) if momentum else None,
+        )
+        for name, residual in residuals.items()
+    }
 
 
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+def _copy(what: str, tensor: Tensor, like: Tensor) -> Tensor:
+    if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+        raise ValueError(
+            f"{what}: {tuple(tensor.shape)} of {tensor.dtype}, expected {tuple(like.shape)} of {like.dtype}"
+        )
+    return tensor.detach().to(like.device, copy=True, memory_format=torch.contiguous_format)

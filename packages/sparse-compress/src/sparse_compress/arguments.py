@@ -45,48 +45,26 @@ def element_count(numel: Any) -> int:
     return count
 
 
-def share_of(value: Any, what: str, *, expected: str) -> float:
-    """Checks a share: ``value`` as a float of (0, 1].
+def number(value: Any, what: str, expected: str, fits: Callable[[Any], bool]) -> float:
+    """``value`` as a float; TypeError for what is no real number, ValueError for one that does not fit.
 
-    Args:
-        value: What the caller gave.
-        what: Its name in the message.
-        expected: Its meaning.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: Another number.
+    ``what`` names it in the message, ``expected`` describes its meaning and range.
     """
-    return _number(value, what, f"{expected}, 0 < {what} ≤ 1", lambda number: 0 < number <= 1)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected {expected}")
+    if not fits(value):
+        raise ValueError(f"{what} is {value}, expected {expected}")
+    return float(value)
+
+
+def share_of(value: Any, what: str, *, expected: str) -> float:
+    """``value`` as a float of (0, 1]; errors as `number`'s."""
+    return number(value, what, f"{expected}, 0 < {what} ≤ 1", lambda share: 0 < share <= 1)
 
 
 def positive(value: Any, what: str, *, expected: str) -> float:
-    """Checks a positive number: ``value`` as a finite float above 0.
-
-    Args:
-        value: What the caller gave.
-        what: Its name in the message.
-        expected: Its meaning.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: Another number.
-    """
-    return _number(value, what, f"{expected}, {what} > 0, and finite", lambda number: number > 0 and isfinite(number))
-
-
-def fraction_below_1(value: Any, what: str) -> float:
-    """Checks a fraction: ``value`` as a float of [0, 1).
-
-    Args:
-        value: What the caller gave.
-        what: Its name in the message.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: Another number.
-    """
-    return _number(value, what, f"0 ≤ {what} < 1", lambda number: 0 <= number < 1)
+    """``value`` as a finite float above 0; errors as `number`'s."""
+    return number(value, what, f"{expected}, {what} > 0, and finite", lambda given: given > 0 and isfinite(given))
 
 
 def check_compressor(compressor: Any) -> None:
@@ -99,12 +77,10 @@ def check_compressor(compressor: Any) -> None:
         raise TypeError(f"compressor is {compressor!r}, expected a compressor, as TopK(density=0.01)")
 
 
-def check_bytes(buffer: Any) -> None:
-    """Raises TypeError for anything but a contiguous 1-D uint8 tensor."""
-    if not isinstance(buffer, Tensor):
-        raise TypeError(f"expected a contiguous 1-D uint8 tensor, got {type(buffer).__name__}")
-    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-        raise TypeError(f"expected a contiguous 1-D uint8 tensor, got {buffer.dtype}, {tuple(buffer.shape)}")
+def not_bytes(buffer: Any) -> TypeError:
+    """Error that says what was given in place of a contiguous 1-D uint8 tensor."""
+    given = f"{buffer.dtype}, {tuple(buffer.shape)}" if isinstance(buffer, Tensor) else type(buffer).__name__
+    return TypeError(f"expected a contiguous 1-D uint8 tensor, got {given}")
 
 
 def flatten(tensor: Tensor) -> Tensor:
@@ -136,11 +112,3 @@ def check_dense(tensor: Tensor, what: str) -> None:
         raise ValueError(
             f"{what} has {tensor.numel()} elements, at most {MAX_NUMEL} fit int32 indices: compress it in parts"
         )
-
-
-def _number(value: Any, what: str, expected: str, fits: Callable[[Any], bool]) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected {expected}")
-    if not fits(value):
-        raise ValueError(f"{what} is {value}, expected {expected}")
-    return float(value)

@@ -1,16 +1,27 @@
 """Error feedback: the residual, which is not sent now, is added to what is sent later."""
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator, read_state, write_state
-from sparse_compress.arguments import WIRE_DTYPES, check_compressor, check_dense, fraction_below_1
+from sparse_compress.arguments import WIRE_DTYPES, check_compressor, check_dense, number
 from sparse_compress.compressors.compressor import Compressor, StatefulCompressor
+from sparse_compress.native.library import kernels
 from sparse_compress.selection import all_finite
 from sparse_compress.vector import SparseVector
+
+KIND = attrgetter("shape", "dtype", "device", "layout")
+
+
+class _Known(dict[str, Accumulator]):
+    """Accumulators by name; KeyError that lists the names for another one."""
+
+    def __missing__(self, name: str) -> Accumulator:
+        raise KeyError(f"no residual of {name!r}; known: {list(self)}")
 
 
 class ErrorFeedback:
@@ -41,16 +52,17 @@ class ErrorFeedback:
 
     def __init__(self, compressor: Compressor, *, momentum: float = 0.0, tentative: bool = False) -> None:
         check_compressor(compressor)
-        momentum = fraction_below_1(momentum, "momentum")
+        momentum = number(momentum, "momentum", "0 ≤ momentum < 1", lambda given: 0 <= given < 1)
         if getattr(compressor, "unbiased", False):
             raise ValueError(f"{compressor} scales what it sends, so the rest is no residual: use unbiased=False")
         self.compressor = compressor
         self.momentum = momentum
         self.tentative = tentative
-        self._committed: dict[str, Accumulator] = {}
-        self._open: dict[str, Accumulator] = {}  # tentative: names of the step that is under way
+        self._known = _Known()
+        self._undo: dict[str, Accumulator] = {}  # tentative: those before the step that is under way
         self._spare: dict[str, Accumulator] = {}  # tentative: memory for the next step
         self._compressor_before: dict[str, Any] = {}  # tentative: a stateful compressor's state before the step
+        self._checked: dict[str, tuple[Any, ...]] = {}  # kinds of the gradients that fit
         self._finite: dict[str, Tensor] = {}  # of the step: whether what was accumulated is finite, bool, 0-D
 
     def compress(
@@ -81,9 +93,10 @@ class ErrorFeedback:
                 does not fit. Whatever the selection raises, the gradient is in the residual by then (tentative: until
                 ``rollback``).
         """
-        check_dense(gradient, f"gradient of {name!r}")
-        before = self._before(name, gradient)
-        after = self._working_copy(name, before) if self.tentative else before
+        if not isinstance(gradient, Tensor) or self._checked.get(name) != KIND(gradient):
+            self._check(name, gradient)
+        before = self._known[name]
+        after = self._begin(name) if self.tentative and name not in self._undo else before
         if gradient.requires_grad or gradient.is_neg():
             gradient = gradient.detach().resolve_neg()
         step = getattr(select or self.compressor, "step", None)
@@ -91,35 +104,50 @@ class ErrorFeedback:
             sent: SparseVector = step(before, gradient, self.momentum, after)
             finite = all_finite(sent)
         else:
-            sent, finite = self._unfused(name, before, gradient, after, select, withhold)
+            held = before.copies(withhold)
+            before.advance(gradient, self.momentum, out=after)
+            after.fill(withhold, 0.0)
+            sent, finite = self._selected(name, after.residual.view(-1), select)
+            after.clear(sent)
+            after.fill(withhold, held)
         again = self.tentative and name in self._finite  # more than once in one step
         self._finite[name] = self._finite[name] & finite if again else finite
         return sent
 
-    def _unfused(
-        self,
-        name: str,
-        before: Accumulator,
-        gradient: Tensor,
-        after: Accumulator,
-        select: Callable[[Tensor], SparseVector] | None,
-        withhold: Sequence[slice],
-    ) -> tuple[SparseVector, Tensor]:
-        held = before.copies(withhold)
-        before.advance(gradient, self.momentum, out=after)
-        after.fill(withhold, 0.0)
-        accumulated = after.residual.view(-1)
-        sent = self._select(name, accumulated, select)
-        if (sent.numel, sent.dtype, sent.device) != (len(accumulated), accumulated.dtype, accumulated.device):
+    def _check(self, name: str, gradient: Tensor) -> None:
+        """Checks a gradient of another kind than the last; opens an unknown name."""
+        check_dense(gradient, f"gradient of {name!r}")
+        if name not in self._known:
+            self._known[name] = Accumulator.zeros(gradient, momentum=self.momentum > 0)
+        residual, dtype = self._known[name].residual, WIRE_DTYPES[gradient.dtype]
+        if (residual.shape, residual.dtype, residual.device) != (gradient.shape, dtype, gradient.device):
             raise ValueError(
-                f"the selection for {name!r} is {sent}, expected numel={len(accumulated)}, "
-                f"dtype={accumulated.dtype}, device={accumulated.device}"
+                f"gradient of {name!r}: {tuple(gradient.shape)}, accumulated in {dtype} on {gradient.device}, but its "
+                f"residual is {tuple(residual.shape)}, {residual.dtype} on {residual.device}: use another name "
+                "for another tensor, and load states to the device of the gradients"
             )
+        self._checked[name] = KIND(gradient)
+
+    def _begin(self, name: str) -> Accumulator:
+        """Begins a tentative step of a name; returns the copy that it writes to."""
+        if not self._undo and isinstance(self.compressor, StatefulCompressor):
+            self._compressor_before = self.compressor.state_dict()
+        before = self._undo[name] = self._known[name]
+        self._known[name] = self._spare.pop(name) if name in self._spare else before.clone()
+        return self._known[name]
+
+    def _selected(
+        self, name: str, accumulated: Tensor, select: Callable[[Tensor], SparseVector] | None
+    ) -> tuple[SparseVector, Tensor]:
+        """Entries to send, and whether all is finite."""
+        if select is None and isinstance(self.compressor, StatefulCompressor):
+            sent = self.compressor(accumulated, name=name)
+        else:
+            sent = (select or self.compressor)(accumulated)
+        if (sent.numel, sent.dtype, sent.device) != (len(accumulated), accumulated.dtype, accumulated.device):
+            raise _misfit(f"the selection for {name!r} is {sent},", accumulated)
         by_magnitude = getattr(select or self.compressor, "finds_nonfinite", False)
-        finite = all_finite(sent if by_magnitude else accumulated)
-        after.clear(sent)
-        after.fill(withhold, held)
-        return sent, finite
+        return sent, all_finite(sent if by_magnitude else accumulated)
 
     def is_suspect(self, name: str) -> bool:
         """Whether `suspects` names a tensor; reads back this one only. False before it was compressed.
@@ -154,12 +182,10 @@ class ErrorFeedback:
         Raises:
             KeyError: The name is unknown.
         """
-        self._find(name).fill(spans, 0.0)
+        self._known[name].fill(spans, 0.0)
 
     def adopt(self, name: str, residual: Tensor, velocity: Tensor | None = None) -> None:
-        """Starts a name that is not known yet with a copy of this residual (and velocity).
-
-        It serves tensors whose residual was kept under other names, such as buckets that were cut anew.
+        """Starts a name that is not known yet with a copy of a residual (and velocity), as when buckets are cut anew.
 
         Args:
             name: A new one.
@@ -169,10 +195,10 @@ class ErrorFeedback:
         Raises:
             ValueError: The name has a residual already, or the tensors do not fit.
         """
-        if name in self._committed:
+        if name in self._known:
             raise ValueError(f"{name!r} has a residual already; adopt is for new names")
         part = {"residuals": {name: residual}, "velocities": {} if velocity is None else {name: velocity}}
-        self._committed.update(read_state(part, momentum=self.momentum > 0, known={}))
+        self._known.update(read_state(part, momentum=self.momentum > 0, known={}))
 
     def forget(self, name: str) -> dict[str, Tensor]:
         """Forgets a name.
@@ -187,10 +213,11 @@ class ErrorFeedback:
             KeyError: The name is unknown.
             RuntimeError: A tentative step of it is open.
         """
-        if name in self._open:
+        if name in self._undo:
             raise RuntimeError(f"{name!r} in mid-step: commit() or rollback() the tentative step first")
-        self._spare.pop(name, None)
-        state = write_state({name: self._committed.pop(name)})
+        state = write_state({name: self._known[name]})
+        for kept in (self._known, self._spare, self._checked):
+            kept.pop(name, None)
         return {part: tensors[name] for part, tensors in state.items() if tensors}
 
     def restore(self, name: str, dropped: SparseVector) -> None:
@@ -204,14 +231,13 @@ class ErrorFeedback:
             KeyError: The name is unknown.
             ValueError: ``dropped`` does not fit.
         """
-        accumulator = self._find(name)
-        residual = accumulator.residual
+        residual = self._known[name].residual
         if (dropped.numel, dropped.dtype, dropped.device) != (residual.numel(), residual.dtype, residual.device):
-            raise ValueError(
-                f"{dropped} cannot go back to {name!r}: expected numel={residual.numel()}, "
-                f"dtype={residual.dtype}, device={residual.device}"
-            )
-        accumulator.restore(dropped)
+            raise _misfit(f"{dropped} cannot go back to {name!r}:", residual)
+        if library := kernels(residual):
+            library.sc_add_at(residual.data_ptr(), *dropped.run)
+        else:
+            residual.view(-1).index_add_(0, dropped.indices, dropped.values)
 
     def residual(self, name: str) -> Tensor:
         """Residual of ``name`` in the gradient's shape: the live tensor.
@@ -222,14 +248,12 @@ class ErrorFeedback:
         Raises:
             KeyError: The name is unknown.
         """
-        return self._find(name).residual
+        return self._known[name].residual
 
     def commit(self) -> None:
         """Ends a step: the changes of a tentative one stay, and ``suspects`` are forgotten."""
-        for name, after in self._open.items():
-            self._spare[name] = self._committed[name]
-            self._committed[name] = after
-        self._open.clear()
+        self._spare.update(self._undo)
+        self._undo.clear()
         self._finite.clear()
 
     def rollback(self) -> None:
@@ -240,10 +264,11 @@ class ErrorFeedback:
         """
         if not self.tentative:
             raise RuntimeError("rollback needs ErrorFeedback(..., tentative=True)")
-        self._spare.update(self._open)
-        if self._open and isinstance(self.compressor, StatefulCompressor):
+        if self._undo and isinstance(self.compressor, StatefulCompressor):
             self.compressor.load_state_dict(self._compressor_before)
-        self._open.clear()
+        self._spare.update({name: self._known[name] for name in self._undo})
+        self._known.update(self._undo)
+        self._undo.clear()
         self._finite.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,7 +280,7 @@ class ErrorFeedback:
             RuntimeError: A tentative step is open.
         """
         self._refuse_open_step("state_dict")
-        state = write_state(self._committed)
+        state = write_state(self._known)
         if isinstance(self.compressor, StatefulCompressor):
             state["compressor"] = self.compressor.state_dict()
         return state
@@ -275,46 +300,15 @@ class ErrorFeedback:
         self._refuse_open_step("load_state_dict")
         if ("compressor" in state) != isinstance(self.compressor, StatefulCompressor):
             raise ValueError(f"the state was saved with another compressor than {self.compressor}, or is incomplete")
-        committed = read_state(state, momentum=self.momentum > 0, known=self._committed)
+        known = _Known(read_state(state, momentum=self.momentum > 0, known=self._known))
         if isinstance(self.compressor, StatefulCompressor):
             self.compressor.load_state_dict(state["compressor"])
-        self._committed = committed
-        self._spare, self._finite = {}, {}
-
-    def _before(self, name: str, gradient: Tensor) -> Accumulator:
-        known = self._open.get(name) or self._committed.get(name)
-        if known is None:
-            known = self._committed[name] = Accumulator.zeros(gradient, momentum=self.momentum > 0)
-        residual, dtype = known.residual, WIRE_DTYPES[gradient.dtype]
-        if (residual.shape, residual.dtype, residual.device) != (gradient.shape, dtype, gradient.device):
-            raise ValueError(
-                f"gradient of {name!r}: {tuple(gradient.shape)}, accumulated in {dtype} on {gradient.device}, but its "
-                f"residual is {tuple(residual.shape)}, {residual.dtype} on {residual.device}: use another name "
-                "for another tensor, and load states to the device of the gradients"
-            )
-        return known
-
-    def _select(self, name: str, accumulated: Tensor, select: Callable[[Tensor], SparseVector] | None) -> SparseVector:
-        if select is not None:
-            return select(accumulated)
-        if isinstance(self.compressor, StatefulCompressor):
-            return self.compressor(accumulated, name=name)
-        return self.compressor(accumulated)
-
-    def _working_copy(self, name: str, before: Accumulator) -> Accumulator:
-        """Accumulator that a tentative step writes to: ``before`` itself once the step has begun."""
-        if not self._open and isinstance(self.compressor, StatefulCompressor):
-            self._compressor_before = self.compressor.state_dict()
-        if name not in self._open:
-            self._open[name] = self._spare.pop(name) if name in self._spare else before.clone()
-        return self._open[name]
-
-    def _find(self, name: str) -> Accumulator:
-        known = self._open.get(name) or self._committed.get(name)
-        if known is None:
-            raise KeyError(f"no residual of {name!r}; known: {list(self._committed)}")
-        return known
+        self._known, self._spare, self._checked, self._finite = known, {}, {}, {}
 
     def _refuse_open_step(self, what: str) -> None:
-        if self._open:
+        if self._undo:
             raise RuntimeError(f"{what} in mid-step: commit() or rollback() the tentative step first")
+
+
+def _misfit(what: str, like: Tensor) -> ValueError:
+    return ValueError(f"{what} expected numel={like.numel()}, dtype={like.dtype}, device={like.device}")

@@ -6,6 +6,8 @@ On a CPU compiled kernels add and cut float32; plain torch is their reference, a
 from collections.abc import Sequence
 from ctypes import c_int64
 from itertools import pairwise
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +15,12 @@ from torch import Tensor
 
 from sparse_compress.arguments import integer
 from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys, positions
-from sparse_compress.native.library import SCRATCH, kernels
+from sparse_compress.native.library import PER_ENTRY, PIECES, SCRATCH, kernels
 from sparse_compress.vector import SparseVector
 from sparse_compress.vectors import compact, joined, of_entries, pad, where
 
+KIND = ("numel", "dtype", "device")
+_KIND = attrgetter(*KIND)
 Bounds = Sequence[tuple[int, int]]
 """[low, high) of every block of the index range, in order and without gaps."""
 
@@ -42,11 +46,9 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
         ValueError: k < 0, or numel, dtype or device of a and b differ.
     """
     k = integer(k, "k", expected="the number of entries to keep")
-    _check_alike(a, b)
-    k = min(k, a.numel)
-    if len(a) + len(b) <= k:
-        return pad(_union(a, b), k), SparseVector.empty(a.numel, a.dtype, device=a.device)
-    return merge_to_budgets(a, b, [(0, a.numel)], [k])
+    if not (isinstance(a, SparseVector) and isinstance(b, SparseVector)) or _KIND(a) != _KIND(b):
+        raise _unlike(a, b)
+    return merge_to_budgets(a, b, [(0, a.numel)], [min(k, a.numel)])
 
 
 def merge_to_budgets(
@@ -64,24 +66,31 @@ def merge_to_budgets(
         (kept, cut), as of `merge`.
     """
     most = sum(budgets)
-    if most and kernels(a):
-        pieces = SCRATCH.pieces(len(a) + len(b))
-        entries = kernels().sc_union(*a.addresses, len(a), *b.addresses, len(b), *pieces[:3])
+    if most and (library := kernels(a)):
+        scratch = SCRATCH.of(PIECES + PER_ENTRY * (len(a) + len(b)))
+        pieces = scratch.data_ptr()
+        entries = library.sc_union(*a.run, *b.run, pieces)
         if entries < most:
-            return pad(joined(pieces, entries, a), most), SparseVector.empty(a.numel, a.dtype, device=a.device)
+            return pad(joined(scratch, entries, a), most), SparseVector.empty(a.numel, a.dtype, device=a.device)
         kept, cut = (SparseVector.allocate(n, a.numel, a.dtype, a.device) for n in (most, entries - most))
         blocks = c_int64 * len(budgets)
         sizes = blocks(*(high for _, high in bounds)), blocks(*budgets), len(budgets)
-        done = kernels().sc_split(*pieces[:3], *sizes, *kept.addresses, *cut.addresses, pieces.spare)
-        SCRATCH.trim()
-        if done:
+        if library.sc_split(pieces, *sizes, *kept.run[:2], *cut.run[:2]):
             return kept, cut
+    return _merged(a, b, bounds, budgets)
+
+
+def _merged(
+    a: SparseVector, b: SparseVector, bounds: Bounds, budgets: Sequence[int]
+) -> tuple[SparseVector, SparseVector]:
+    """Plain reference of `merge_to_budgets`."""
+    most = sum(budgets)
     indices, values, counts = _paired(a, b)
     chosen = counts & _largest_of_blocks(indices, magnitude_keys(values).masked_fill(~counts, -1), bounds, budgets)
-    spare = min(len(indices), a.numel) - most
+    others = max(min(len(indices), a.numel) - most, 0)
     return (
         pad(_picked(indices, values, chosen, most, a.numel), most),
-        _picked(indices, values, counts & ~chosen, spare, a.numel),
+        _picked(indices, values, counts & ~chosen, others, a.numel),
     )
 
 
@@ -126,8 +135,15 @@ def add(a: SparseVector, b: SparseVector) -> SparseVector:
     Raises:
         ValueError: numel, dtype or device differ.
     """
-    _check_alike(a, b)
-    return _union(a, b)
+    if not (isinstance(a, SparseVector) and isinstance(b, SparseVector)) or _KIND(a) != _KIND(b):
+        raise _unlike(a, b)
+    if not len(a) or not len(b):
+        return a if len(a) else b
+    if library := kernels(a):
+        pieces = SCRATCH.of(PIECES + PER_ENTRY * (len(a) + len(b)))
+        return joined(pieces, library.sc_union(*a.run, *b.run, pieces.data_ptr()), a)
+    indices, values, counts = _paired(a, b)
+    return _picked(indices, values, counts, min(len(indices), a.numel), a.numel)
 
 
 def add_all(vectors: Sequence[SparseVector]) -> SparseVector:
@@ -186,35 +202,21 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
         raise ValueError(f"member {member} of {of} given, expected 0 ≤ member < of")
     if of == 1 or not len(cut):
         return cut
+    library = kernels(cut)
+    if not library:
+        return of_entries(cut.indices[member::of], cut.values[member::of], cut.numel)
     part = SparseVector.allocate(len(range(member, len(cut), of)), cut.numel, cut.dtype, cut.device)
-    if kernels(cut):
-        kernels().sc_every(*cut.addresses, len(cut), member, of, *part.addresses)
-        return part
-    part.indices.copy_(cut.indices[member::of])
-    part.values.copy_(cut.values[member::of])
+    library.sc_every(*cut.run, member, of, *part.run[:2])
     return part
 
 
-def _check_alike(a: SparseVector, b: SparseVector) -> None:
-    for vector in (a, b):
-        if not isinstance(vector, SparseVector):
-            raise TypeError(f"{type(vector).__name__} given, expected a SparseVector: make one with topk(tensor, k)")
-    if a.numel == b.numel and a.dtype == b.dtype and a.device == b.device:
-        return
-    for what in ("numel", "dtype", "device"):
-        if getattr(a, what) != getattr(b, what):
-            raise ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")
-
-
-def _union(a: SparseVector, b: SparseVector) -> SparseVector:
-    if not len(a) or not len(b):
-        return a if len(a) else b
-    if kernels(a):
-        pieces = SCRATCH.pieces(len(a) + len(b))
-        entries = kernels().sc_union(*a.addresses, len(a), *b.addresses, len(b), *pieces[:3])
-        return joined(pieces, entries, a)
-    indices, values, counts = _paired(a, b)
-    return _picked(indices, values, counts, min(len(indices), a.numel), a.numel)
+def _unlike(a: Any, b: Any) -> Exception:
+    """Error that says why two cannot be added."""
+    for given in (a, b):
+        if not isinstance(given, SparseVector):
+            return TypeError(f"{type(given).__name__} given, expected a SparseVector: make one with topk(tensor, k)")
+    what = next(what for what in KIND if getattr(a, what) != getattr(b, what))
+    return ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")
 
 
 def _paired(a: SparseVector, b: SparseVector) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ the largest magnitudes first, so NaN and inf are among what they send. On a CPU 
 float32 (gradients also of 16 bits), on a GPU Triton; plain torch and NumPy do the rest, and are the reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -21,13 +21,15 @@ from sparse_compress.arguments import WIRE_DTYPES, flatten, integer
 from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys, positions, reachable
 from sparse_compress.native.library import SCRATCH, kernels
 from sparse_compress.vector import SparseVector
-from sparse_compress.vectors import join, of_entries, take
+from sparse_compress.vectors import concatenate, take
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of gradients that the kernels accumulate, and their numbers there."""
 MAX_ELEMENTS = 2**31 - 2**12  # of a Triton kernel: the last block's element numbers still fit int32
 ANY = -1
 """Key that all elements reach: the k largest are selected."""
+Select = Callable[[Tensor], SparseVector]
+Span = tuple[int, int]
 
 
 def topk(x: Tensor, k: int) -> SparseVector:
@@ -65,11 +67,7 @@ def topk(x: Tensor, k: int) -> SparseVector:
         with torch.cuda.device(flat.device):
             return select.topk(flat, k)
     if k and kernels(flat):
-        selected = SparseVector.allocate(k, len(flat), torch.float32, flat.device)
-        scratch = SCRATCH.of(_scratch_nbytes(len(flat), k))
-        kernels().sc_select(flat.data_ptr(), len(flat), k, ANY, 0, *selected.addresses, scratch)
-        SCRATCH.trim()
-        return selected
+        return _selected(flat, k, ANY)
     keys = magnitude_keys(flat)
     chosen = positions(largest(keys, k)) if flat.is_cpu else torch.sort(largest_on_device(keys, k)).values
     return gather(flat, chosen)
@@ -82,13 +80,16 @@ def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
     """
     key = reachable(key, flat.dtype)
     if k and kernels(flat):
-        room = SparseVector.allocate(k, len(flat), torch.float32, flat.device)
-        scratch = SCRATCH.of(_scratch_nbytes(len(flat), k))
-        count = kernels().sc_select(flat.data_ptr(), len(flat), k, key, 0, *room.addresses, scratch)
-        SCRATCH.trim()
-        return take(room, [slice(0, count)])
+        return _selected(flat, k, key)
     chosen = positions(magnitude_keys(flat) >= key)
     return gather(flat, chosen) if len(chosen) <= k else topk(flat, k)
+
+
+def _selected(flat: Tensor, k: int, key: int) -> SparseVector:
+    selected = SparseVector.allocate(k, len(flat), torch.float32, flat.device)
+    scratch = SCRATCH.of(_scratch_nbytes(len(flat), k))
+    found = kernels().sc_select(flat.data_ptr(), len(flat), k, key, 0, *selected.run[:2], scratch.data_ptr())
+    return selected if found == k else take(selected, [slice(0, found)])
 
 
 def gather(flat: Tensor, at: Tensor) -> SparseVector:
@@ -108,9 +109,9 @@ def all_finite(x: Tensor | SparseVector) -> Tensor:
     Returns:
         bool, 0-D, on x's device; nobody may write into it.
     """
-    if kernels(x):
-        address, count = (x.data_ptr(), x.numel()) if isinstance(x, Tensor) else (x.addresses[1], len(x))
-        return _constant(bool(kernels().sc_finite(address, count)))
+    if library := kernels(x):
+        run = (x.data_ptr(), x.numel()) if isinstance(x, Tensor) else x.run[1:]
+        return _constant(bool(library.sc_finite(*run)))
     x = x if isinstance(x, Tensor) else x.values
     if not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
@@ -147,10 +148,7 @@ class Selection:
             momentum: m of the correction, 0 without.
             out: Accumulator for the new state, without the entries that are sent; may be ``before``.
         """
-        before.advance(gradient, momentum, out)
-        sent = self(out.residual.view(-1))
-        out.clear(sent)
-        return sent
+        return plain_step(self, before, gradient, momentum, out)
 
 
 @dataclass(frozen=True)
@@ -167,17 +165,8 @@ class Largest(Selection):
         return topk(accumulated, self.k)
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        k, n = min(self.k, gradient.numel()), gradient.numel()
-        if k and _triton_takes(gradient):
-            from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
-
-            with torch.cuda.device(gradient.device):
-                return select.step_topk(before, gradient, momentum, k, out)
-        if 0 < k < n and kernels(gradient, KINDS):
-            sent = SparseVector.allocate(k, n, torch.float32, gradient.device)
-            _step(before, gradient, momentum, out, (0, n), k, sent.addresses)
-            return sent
-        return super().step(before, gradient, momentum, out)
+        n = gradient.numel()
+        return fused_step(self, before, gradient, momentum, out, [((0, n), min(self.k, n))])
 
 
 @dataclass(frozen=True)
@@ -196,11 +185,8 @@ class Reaching(Selection):
         return reaching(accumulated, self.key, self.k)
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        if not (self.k > 0 and kernels(gradient, KINDS)):
-            return super().step(before, gradient, momentum, out)
-        n, key = gradient.numel(), reachable(self.key, torch.float32)
-        room = SparseVector.allocate(self.k, n, torch.float32, gradient.device)
-        return take(room, [slice(0, _step(before, gradient, momentum, out, (0, n), self.k, room.addresses, key))])
+        key = reachable(self.key, torch.float32)
+        return fused_step(self, before, gradient, momentum, out, [((0, gradient.numel()), self.k)], key)
 
 
 @dataclass(frozen=True)
@@ -220,67 +206,70 @@ class LargestOfBlocks(Selection):
         for (low, high), budget in zip(self.bounds, self.budgets, strict=True):
             found = topk(accumulated[low:high], budget or 1)  # inf and NaN are the largest
             chosen.append(found if budget or not bool(all_finite(found)) else topk(accumulated[low:high], 0))
-        return self._joined(chosen)
+        return concatenate(chosen)
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        filled = all(budget or low == high for budget, (low, high) in zip(self.budgets, self.bounds, strict=True))
-        if filled and _triton_takes(gradient):
-            flat, spans = gradient.view(-1), [slice(*edges) for edges in self.bounds]
-            parts = zip(spans, map(Largest, self.budgets), strict=True)
-            return self._joined([k.step(before.part(s), flat[s], momentum, out.part(s)) for s, k in parts])
-        if not (filled and kernels(gradient, KINDS)):
-            return super().step(before, gradient, momentum, out)
-        sent = SparseVector.allocate(sum(self.budgets), gradient.numel(), torch.float32, gradient.device)
-        indices, values = sent.addresses
-        for span, budget in zip(self.bounds, self.budgets, strict=True):
-            if budget:
-                _step(before, gradient, momentum, out, span, budget, (indices, values))
-                indices, values = indices + 4 * budget, values + 4 * budget
-        return sent
-
-    def _joined(self, chosen: Sequence[SparseVector]) -> SparseVector:
-        n = self.bounds[-1][1]
-        blocks = zip(chosen, self.bounds, strict=True)
-        return join([of_entries(block.indices + low, block.values, n) for block, (low, _) in blocks])
+        blocks = list(zip(self.bounds, self.budgets, strict=True))
+        if any(low < high and not budget for (low, high), budget in blocks):
+            return plain_step(self, before, gradient, momentum, out)
+        return fused_step(self, before, gradient, momentum, out, blocks)
 
 
-def _step(
+def plain_step(
+    select: Select, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator
+) -> SparseVector:
+    """`Selection.step` by any selection, in a sweep each."""
+    before.advance(gradient, momentum, out)
+    sent = select(out.residual.view(-1))
+    out.clear(sent)
+    return sent
+
+
+def fused_step(
+    select: Select,
     before: Accumulator,
     gradient: Tensor,
     momentum: float,
-    after: Accumulator,
-    span: tuple[int, int],
-    k: int,
-    entries: tuple[int, int],
+    out: Accumulator,
+    blocks: Sequence[tuple[Span, int]],
     key: int = ANY,
-) -> int:
-    """Step of elements low … high − 1 by the kernels; returns the number of entries, k unless a key bounds them.
+) -> SparseVector:
+    """`Selection.step` of ``select``, in one sweep where kernels take the gradient.
 
-    entries: addresses for their indices and values.
+    blocks: [low, high), and how many of its largest are selected, as ``select`` does; with a key, which then bounds
+    what is selected, one block.
     """
-    low, high = span
-    (v, u), (new_v, new_u) = (
-        [None if part is None else part.data_ptr() + 4 * low for part in (kept.residual, kept.velocity)]
-        for kept in (before, after)
-    )
-    scratch = SCRATCH.of(_scratch_nbytes(high - low, k))
-    count: int = kernels().sc_step(
-        v,
-        u,
-        gradient.data_ptr() + gradient.element_size() * low,
-        KINDS[gradient.dtype],
-        momentum,
-        new_v,
-        new_u,
-        high - low,
-        k,
-        key,
-        low,
-        *entries,
-        scratch,
-    )
-    SCRATCH.trim()
-    return count
+    library, n, most = kernels(gradient, KINDS), gradient.numel(), sum([k for _, k in blocks])
+    if not library or not most or (most >= n and key == ANY):
+        if most and key == ANY and _triton_takes(gradient):
+            return _triton_step(before, gradient, momentum, out, blocks)
+        return plain_step(select, before, gradient, momentum, out)
+    sent = SparseVector.allocate(most, n, torch.float32, gradient.device)
+    kept = before.residual, before.velocity, out.residual, out.velocity
+    v, u, new_v, new_u = [None if part is None else part.data_ptr() for part in kept]
+    given = v, u, gradient.data_ptr(), KINDS[gradient.dtype], momentum, new_v, new_u
+    indices, values, found = sent.run
+    for (low, high), k in blocks:
+        if k:
+            scratch = SCRATCH.of(_scratch_nbytes(high - low, k))
+            found = library.sc_step(*given, high - low, k, key, low, indices, values, scratch.data_ptr())
+            indices, values = indices + 4 * k, values + 4 * k
+    return sent if key == ANY or found == most else take(sent, [slice(0, found)])
+
+
+def _triton_step(
+    before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator, blocks: Sequence[tuple[Span, int]]
+) -> SparseVector:
+    """`fused_step` on a GPU, block by block; those without a budget are empty."""
+    from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
+
+    flat, sent = gradient.view(-1), [SparseVector.empty(0, device=gradient.device)]
+    with torch.cuda.device(flat.device):
+        for edges, k in blocks:
+            if k:
+                span = slice(*edges)
+                sent.append(select.step_topk(before.part(span), flat[span], momentum, k, out.part(span)))
+    return sent[1] if len(sent) == 2 else concatenate(sent)
 
 
 @lru_cache(maxsize=1024)

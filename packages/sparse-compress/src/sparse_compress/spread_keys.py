@@ -48,11 +48,10 @@ def rising(keys: Tensor, least: int) -> Tensor:
         keys: int32 or int64, 1-D, not negative; any device.
         least: Smallest key that counts.
     """
-    if kernels(keys, INT32):
+    if library := kernels(keys, INT32):
         room = len(keys) + SLACK
-        in_order = torch.empty(room, dtype=torch.int32)
-        count = kernels().sc_sorted(keys.data_ptr(), len(keys), least, in_order.data_ptr(), SCRATCH.of(4 * room))
-        SCRATCH.trim()
+        in_order, scratch = torch.empty(room, dtype=torch.int32), SCRATCH.of(4 * room)
+        count = library.sc_sorted(keys.data_ptr(), len(keys), least, in_order.data_ptr(), scratch.data_ptr())
         return in_order[:count]
     few = keys.is_cpu and len(keys) < MANY
     in_order = torch.from_numpy(np.sort(keys.numpy())) if few else torch.sort(keys).values
@@ -80,9 +79,9 @@ def bracket(rows: Tensor, counts: Sequence[int], k: int) -> Bracket:
         counts: Those numbers.
         k: 1 … Σ counts − 1.
     """
-    if kernels(rows, INT32):
+    if library := kernels(rows, INT32):
         ranks, ends, spans = len(counts), (c_int64 * 2)(), (c_int64 * (2 * len(counts)))()
-        kernels().sc_bracket(rows.data_ptr(), ranks, len(rows) // ranks - 1, k, ends, spans)
+        library.sc_bracket(rows.data_ptr(), ranks, len(rows) // ranks - 1, k, ends, spans)
         return Bracket(ends[0], ends[1], list(zip(spans[::2], spans[1::2], strict=True)))
     samples = rows.numpy().reshape(len(counts), -1)[:, 1:]
     gaps = [gap_of(count, len(own)) for count, own in zip(counts, samples, strict=True)]
@@ -111,9 +110,9 @@ def counted(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Ten
         span: [first, last) of the keys, the largest first.
     """
     m, (first, last) = len(in_order), span
-    if kernels(in_order, INT32):
+    if library := kernels(in_order, INT32):
         numbers = torch.empty(3 + last - first, dtype=torch.int32)
-        kernels().sc_say(in_order.data_ptr(), m, low, high, first, last, numbers.data_ptr())
+        library.sc_say(in_order.data_ptr(), m, low, high, first, last, numbers.data_ptr())
         return numbers
     ends = in_order.new_tensor([low, high])
     below, upto = torch.searchsorted(in_order, ends), torch.searchsorted(in_order, ends, right=True)
@@ -130,13 +129,12 @@ def find(rows: Tensor, lengths: Sequence[int], low: int, high: int, k: int) -> K
         high: Upper end.
         k: As in `bracket`.
     """
-    if kernels(rows, INT32):
+    if library := kernels(rows, INT32):
         ranks = len(lengths)
         larger, equal = (c_int64 * ranks)(), (c_int64 * ranks)()
         scratch = SCRATCH.of(8 * (len(rows) + SLACK))
         sizes = (c_int64 * ranks)(*lengths)
-        key = kernels().sc_settle(rows.data_ptr(), sizes, ranks, low, high, k, larger, equal, scratch)
-        SCRATCH.trim()
+        key = library.sc_settle(rows.data_ptr(), sizes, ranks, low, high, k, larger, equal, scratch.data_ptr())
         return KthLargest(key, list(larger), list(equal))
     gathered: list[Keys] = np.split(rows.numpy(), list(accumulate(lengths[:-1])))
     above, at_high, at_low = ([int(numbers[i]) for numbers in gathered] for i in range(3))

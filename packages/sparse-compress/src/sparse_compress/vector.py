@@ -9,12 +9,12 @@ that float64 stays aligned to 8 bytes. All integers are in the byte order of the
 
 from ctypes import memmove
 from struct import Struct
-from typing import NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import MAX_NUMEL, WIRE_DTYPES, check_bytes, element_count
+from sparse_compress.arguments import MAX_NUMEL, WIRE_DTYPES, element_count, not_bytes
 from sparse_compress.native.library import kernels
 
 HEADER_BYTES = 32
@@ -22,9 +22,10 @@ HEADER_BYTES = 32
 FREE_BYTES = 16
 """First bytes of a packed vector, for a transport's own stamp."""
 INDEX_BYTES = 4
-_WORDS = Struct("=2q")  # of the header's second half: numel; entries and the dtype's code
-_CODES = {torch.float32: 1, torch.float64: 2}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+WORDS = Struct("=2q")  # of the header's second half: numel; entries and, above 32 bits, the dtype's code
+CODES = {torch.float32: 1, torch.float64: 2}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+Device = torch.device | str | None
 
 
 class SparseVector:
@@ -62,37 +63,39 @@ class SparseVector:
     _values: Tensor | None
     _unwritten: bool  # whether the header is still missing from the buffer: most vectors never travel
 
-    def __init__(self, indices: Tensor, values: Tensor, numel: int) -> None:
+    def __new__(cls, indices: Tensor, values: Tensor, numel: int) -> Self:
         numel = element_count(numel)
-        _check(indices, values, numel)
-        dtype = WIRE_DTYPES[values.dtype]
-        buffer = torch.empty(wire_nbytes(len(indices), dtype), dtype=torch.uint8, device=values.device)
-        self._set(buffer, len(indices), numel, dtype)
-        self.indices.copy_(indices)
-        self.values.copy_(values.detach())
-
-    def _set(self, buffer: Tensor, entries: int, numel: int, dtype: torch.dtype, *, unwritten: bool = True) -> None:
-        self._buffer, self._entries, self.numel, self.dtype = buffer, entries, numel, dtype
-        self.device, self.is_cpu = buffer.device, buffer.is_cpu
-        self._unwritten, self._indices, self._values = unwritten, None, None
+        _check(indices, values)
+        vector = cls.allocate(len(indices), numel, WIRE_DTYPES[values.dtype], values.device)
+        vector.indices.copy_(indices)
+        vector.values.copy_(values.detach())
+        check_entries(vector, 0, numel)
+        return vector
 
     @classmethod
-    def allocate(cls, entries: int, numel: int, dtype: torch.dtype, device: torch.device | str) -> Self:
+    def allocate(
+        cls, entries: int, numel: int, dtype: torch.dtype, device: Device = None, packed: Tensor | None = None
+    ) -> Self:
         """Allocates a vector in a new buffer; the caller fills in indices and values. Arguments are trusted.
 
         Args:
             entries: Number of entries, k.
             numel: Elements of the whole vector.
             dtype: float32 or float64.
-            device: Device of the buffer.
+            device: Device of the buffer; default: torch's default device.
+            packed: Packed vector to take as the buffer.
         """
-        self = cls.__new__(cls)
-        nbytes = HEADER_BYTES + entries * (dtype.itemsize + INDEX_BYTES)
-        self._set(torch.empty(nbytes, dtype=torch.uint8, device=device), entries, numel, dtype)
-        return self
+        vector = object.__new__(cls)
+        vector._unwritten, vector._indices, vector._values = packed is None, None, None
+        if packed is None:
+            nbytes = HEADER_BYTES + entries * (dtype.itemsize + INDEX_BYTES)
+            packed = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        vector._buffer, vector._entries, vector.numel, vector.dtype = packed, entries, numel, dtype
+        vector.device, vector.is_cpu = packed.device, packed.is_cpu
+        return vector
 
     @classmethod
-    def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: torch.device | str | None = None) -> Self:
+    def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: Device = None) -> Self:
         """Vector without entries.
 
         Args:
@@ -106,9 +109,7 @@ class SparseVector:
         """
         if dtype not in WIRE_DTYPES:
             raise TypeError(f"dtype {dtype} given, expected one of {list(WIRE_DTYPES)}")
-        return cls.allocate(
-            0, element_count(numel), WIRE_DTYPES[dtype], torch.get_default_device() if device is None else device
-        )
+        return cls.allocate(0, element_count(numel), WIRE_DTYPES[dtype], device)
 
     @property
     def indices(self) -> Tensor:
@@ -126,10 +127,10 @@ class SparseVector:
         return self._values
 
     @property
-    def addresses(self) -> tuple[int, int]:
-        """Addresses of the first index and the first value, on a CPU."""
+    def run(self) -> tuple[int, int, int]:
+        """Addresses of the first index and the first value, and the number of entries: as kernels take them."""
         values = self._buffer.data_ptr() + HEADER_BYTES
-        return values + self._entries * self.dtype.itemsize, values
+        return values + self._entries * self.dtype.itemsize, values, self._entries
 
     @property
     def body(self) -> Tensor:
@@ -144,6 +145,9 @@ class SparseVector:
     def __len__(self) -> int:
         return self._entries
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.indices, self.values, self.numel)
+
     def __repr__(self) -> str:
         return f"SparseVector(entries={len(self)}, numel={self.numel}, dtype={self.dtype}, device={self.device})"
 
@@ -151,7 +155,7 @@ class SparseVector:
         """Copy in memory of its own."""
         copy = self.allocate(self._entries, self.numel, self.dtype, self.device)
         if self.is_cpu:  # by the C library: a third of what torch takes for some thousands
-            memmove(copy.addresses[1], self.addresses[1], self.nbytes - HEADER_BYTES)
+            memmove(copy.run[1], self.run[1], self.nbytes - HEADER_BYTES)
         else:
             copy.body.copy_(self.body)
         return copy
@@ -171,16 +175,22 @@ class SparseVector:
             ValueError: ``out`` is of another size, dtype or device, or not contiguous.
         """
         if (out.numel(), out.dtype, out.device) != (self.numel, self.dtype, self.device) or not out.is_contiguous():
-            raise ValueError(
-                f"{self} cannot be put into {out.dtype}, {tuple(out.shape)} on {out.device}: expected a contiguous "
-                "tensor of its numel, dtype and device"
-            )
+            given = f"{out.dtype}, {tuple(out.shape)} on {out.device}"
+            problem = f"{self} cannot be put into {given}: expected a contiguous tensor of its numel, dtype and device"
+            raise ValueError(problem)
         return put(out, self.indices, self.values, divisor=divisor)
 
     def pack(self) -> Tensor:
         """Wire form, 1-D uint8: this vector's own memory, not a copy."""
         if self._unwritten:
-            write_header(self._buffer, self.numel, self._entries, self.dtype)
+            sizes = self._entries | CODES[self.dtype] << 32
+            if self.is_cpu:
+                data = self._buffer.numpy().data
+                data[:FREE_BYTES] = bytes(FREE_BYTES)
+                WORDS.pack_into(data, FREE_BYTES, self.numel, sizes)
+            else:  # without waiting for it
+                words = self._buffer[:HEADER_BYTES].view(torch.int64)
+                words[:2], words[2], words[3] = 0, self.numel, sizes
             self._unwritten = False
         return self._buffer
 
@@ -201,35 +211,39 @@ class SparseVector:
             ValueError: The header is corrupted, or does not fit ``like``; or indices do not increase strictly within
                 numel.
         """
-        check_bytes(buffer)
-        if buffer.numel() < HEADER_BYTES:
-            raise ValueError(f"{buffer.numel()} bytes given, but the header alone has {HEADER_BYTES}")
+        if getattr(buffer, "dtype", None) != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+            raise not_bytes(buffer)
+        nbytes = buffer.numel()
+        if nbytes < HEADER_BYTES:
+            raise ValueError(f"{nbytes} bytes given, but the header alone has {HEADER_BYTES}")
         if buffer.data_ptr() % 8 or buffer.storage_offset() % 8:
             buffer = buffer.clone()
         if like is not None and not buffer.is_cpu:
-            entries, rest = divmod(buffer.numel() - HEADER_BYTES, like.dtype.itemsize + INDEX_BYTES)
-            if rest:
-                raise ValueError(f"{buffer.numel()} bytes are no whole number of {like.dtype} entries")
             numel, dtype = like.numel, like.dtype
+            entries, rest = divmod(nbytes - HEADER_BYTES, dtype.itemsize + INDEX_BYTES)
+            if rest:
+                raise ValueError(f"{nbytes} bytes are no whole number of {dtype} entries")
         else:
-            numel, entries, dtype = read_header(buffer[FREE_BYTES:HEADER_BYTES])
-            if buffer.numel() != wire_nbytes(entries, dtype):
+            numel, sizes = WORDS.unpack(buffer[FREE_BYTES:HEADER_BYTES].cpu().numpy().data)
+            entries, code = sizes & 0xFFFFFFFF, sizes >> 32
+            dtype = DTYPES.get(code, torch.float32)
+            taken = HEADER_BYTES + entries * (dtype.itemsize + INDEX_BYTES)
+            if code not in DTYPES or not entries <= numel <= MAX_NUMEL or nbytes != taken:
                 raise ValueError(
-                    f"corrupted header or cut message: {buffer.numel()} bytes given, "
-                    f"but {entries} {dtype} entries take {wire_nbytes(entries, dtype)}"
+                    f"corrupted header or cut message: {nbytes} bytes, but {entries} {dtype} entries take {taken}; "
+                    f"{entries} entries of {numel} elements (at most {MAX_NUMEL}), dtype code {code} of {DTYPES}"
                 )
             if like is not None and (numel, dtype) != (like.numel, like.dtype):
                 raise ValueError(
                     f"the message holds {numel} elements of {dtype}, expected {like.numel} of {like.dtype}"
                 )
-        vector = cls.__new__(cls)
-        vector._set(buffer, entries, numel, dtype, unwritten=False)
+        vector = cls.allocate(entries, numel, dtype, buffer.device, buffer)
         if buffer.is_cpu:
             check_entries(vector, 0, numel)
         return vector
 
 
-def _check(indices: Tensor, values: Tensor, numel: int) -> None:
+def _check(indices: Tensor, values: Tensor) -> None:
     for what, given in (("indices", indices), ("values", values)):
         if not isinstance(given, Tensor):
             raise TypeError(f"{what} is {type(given).__name__}, expected a tensor")
@@ -243,37 +257,22 @@ def _check(indices: Tensor, values: Tensor, numel: int) -> None:
         )
     if indices.device != values.device:
         raise ValueError(f"indices on {indices.device} but values on {values.device}: move one of them")
-    check_indices(indices, 0, numel)
 
 
 def check_entries(sparse: SparseVector, low: int, high: int) -> None:
-    """Checks a vector like `check_indices`, without making a tensor of its indices where they are right."""
-    library = kernels() if sparse.is_cpu else None
-    if library is None or not library.sc_increasing(sparse.addresses[0], len(sparse), low, high):
-        check_indices(sparse.indices, low, high)
-
-
-def check_indices(indices: Tensor, low: int, high: int) -> None:
-    """Raises ValueError unless ``indices``, 1-D int32, increase strictly from ``low`` on, and stay below ``high``.
+    """Raises ValueError unless indices increase strictly from ``low`` on, and stay below ``high``.
 
     It takes one pass on a CPU; from a GPU two answers are read back.
     """
-    if not len(indices):
+    library, (address, _, entries) = kernels() if sparse.is_cpu else None, sparse.run
+    if not entries or (library and library.sc_increasing(address, entries, low, high)):
         return
-    given = indices.numpy() if indices.is_cpu else indices
-    if not is_increasing(indices):
+    given = sparse.indices.numpy() if sparse.is_cpu else sparse.indices
+    if not bool((given[1:] > given[:-1]).all()):
         raise ValueError("indices are not strictly increasing: sort them, and add up the values of equal ones")
     first, last = int(given[0]), int(given[-1])
     if first < low or last >= high:
         raise ValueError(f"indices run from {first} to {last}, expected {low} … {high - 1}")
-
-
-def is_increasing(indices: Tensor) -> bool:
-    """Whether ``indices``, 1-D int32, increase strictly; from a GPU the answer is read back."""
-    if kernels(indices, (torch.int32,)):
-        return bool(kernels().sc_increasing(indices.data_ptr(), indices.numel(), -MAX_NUMEL - 1, MAX_NUMEL + 1))
-    given = indices.numpy() if indices.is_cpu else indices
-    return bool((given[1:] > given[:-1]).all())
 
 
 def put(out: Tensor, indices: Tensor, values: Tensor, *, divisor: float = 1.0) -> Tensor:
@@ -285,9 +284,9 @@ def put(out: Tensor, indices: Tensor, values: Tensor, *, divisor: float = 1.0) -
         values: (k,).
         divisor: Divisor of all values, such as the number of ranks for their mean.
     """
-    if kernels(out):
-        given = indices.data_ptr(), values.data_ptr(), indices.numel()
-        kernels().sc_put(out.data_ptr(), out.numel(), *given, divisor)
+    if library := kernels(out):
+        entries = indices.data_ptr(), values.data_ptr(), indices.numel()
+        library.sc_put(out.data_ptr(), out.numel(), *entries, divisor)
         return out
     out.view(-1).zero_().index_copy_(0, indices.long(), values if divisor == 1 else values / divisor)
     return out
@@ -301,40 +300,3 @@ def wire_nbytes(entries: int, dtype: torch.dtype = torch.float32) -> int:
         dtype: The gradient's; float16 and bfloat16 travel as float32.
     """
     return HEADER_BYTES + entries * (WIRE_DTYPES[dtype].itemsize + INDEX_BYTES)
-
-
-class Header(NamedTuple):
-    """Contents of the header; ``numel`` and ``entries`` count elements."""
-
-    numel: int
-    entries: int
-    dtype: torch.dtype
-
-
-def write_header(buffer: Tensor, numel: int, entries: int, dtype: torch.dtype) -> None:
-    """Fills the first 32 bytes of a uint8 ``buffer``, the free ones with 0; no host synchronisation on a GPU."""
-    sizes = entries | _CODES[dtype] << 32
-    if buffer.is_cpu:
-        data = buffer.numpy().data
-        data[:FREE_BYTES] = bytes(FREE_BYTES)
-        _WORDS.pack_into(data, FREE_BYTES, numel, sizes)
-        return
-    words = buffer[:HEADER_BYTES].view(torch.int64)
-    words[:2] = 0
-    words[2] = numel
-    words[3] = sizes
-
-
-def read_header(own: Tensor) -> Header:
-    """Reads back and checks the header's second half, 16 bytes of uint8; a GPU is waited for.
-
-    Raises:
-        ValueError: The header contradicts itself.
-    """
-    numel, word = _WORDS.unpack(own.cpu().numpy().data)
-    entries, code = word & 0xFFFFFFFF, word >> 32
-    if code not in _DTYPES:
-        raise ValueError(f"corrupted header: dtype code {code}, expected one of {_DTYPES}")
-    if not 0 <= entries <= numel <= MAX_NUMEL:
-        raise ValueError(f"corrupted header: {entries} entries of {numel} elements (at most {MAX_NUMEL})")
-    return Header(numel, entries, _DTYPES[code])

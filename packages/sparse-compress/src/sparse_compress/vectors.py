@@ -4,9 +4,9 @@ For algorithms that cut vectors into blocks, or send parts of them: ``from spars
 `merge`, `add` and `share` do stands in ``merge``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import memmove
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_compress.arguments import integer
 from sparse_compress.magnitude import magnitude_keys, positions
-from sparse_compress.native.library import SCRATCH, SLACK, Pieces, kernels
+from sparse_compress.native.library import PER_ENTRY, PIECES, SCRATCH, SLACK, kernels
 from sparse_compress.vector import SparseVector, check_entries
 
 __all__ = [
@@ -40,9 +40,15 @@ def of_entries(indices: Tensor, values: Tensor, numel: int) -> SparseVector:
         values: (k,), float32 or float64.
         numel: Elements of the whole vector.
     """
-    sparse = SparseVector.allocate(len(indices), numel, values.dtype, values.device)
-    sparse.indices.copy_(indices)
-    sparse.values.copy_(values)
+    return of_parts([(indices, values)], numel)
+
+
+def of_parts(parts: Sequence[tuple[Tensor, Tensor]], numel: int) -> SparseVector:
+    """Vector of (indices, values), one after the other, as of `of_entries`."""
+    like, entries = parts[0][1], sum(len(indices) for indices, _ in parts)
+    sparse = SparseVector.allocate(entries, numel, like.dtype, like.device)
+    torch.cat([indices for indices, _ in parts], out=sparse.indices)
+    torch.cat([values for _, values in parts], out=sparse.values)
     return sparse
 
 
@@ -74,11 +80,12 @@ def larger(sparse: SparseVector, key: int, ties: int = 0) -> SparseVector:
     """
     if key < 0:
         return sparse
-    if len(sparse) and kernels(sparse):
+    if len(sparse) and (library := kernels(sparse)):
         room = len(sparse) + SLACK
-        indices = SCRATCH.of(16 * room)
+        scratch = SCRATCH.of(16 * room)
+        indices = scratch.data_ptr()
         values, others = indices + 4 * room, indices + 8 * room
-        count = kernels().sc_filter(*sparse.addresses, len(sparse), key, ties, indices, values, others)
+        count = library.sc_filter(*sparse.run, key, ties, indices, values, others)
         return sparse if count == len(sparse) else copied_runs([(indices, values, count)], sparse)
     keys = magnitude_keys(sparse.values)
     chosen = keys > key
@@ -95,9 +102,9 @@ def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
         sparse: Vector.
         other: Another of the same dtype.
     """
-    if len(sparse) and kernels(sparse):
-        pieces = SCRATCH.pieces(len(sparse) + len(other))
-        entries = kernels().sc_without(*sparse.addresses, len(sparse), other.addresses[0], len(other), *pieces[:3])
+    if len(sparse) and (library := kernels(sparse)):
+        pieces = SCRATCH.of(PIECES + PER_ENTRY * (len(sparse) + len(other)))
+        entries = library.sc_without(*sparse.run, other.run[0], len(other), pieces.data_ptr())
         return joined(pieces, entries, sparse)
     return where(sparse, ~torch.isin(sparse.indices, other.indices))
 
@@ -117,8 +124,8 @@ def pad(vector: SparseVector, count: int) -> SparseVector:
         raise ValueError(f"count is {count}, expected {len(vector)} (entries) … {vector.numel} (numel)")
     if count == len(vector):
         return vector
-    everything = torch.ones(len(vector), dtype=torch.bool, device=vector.device)
-    return compact(vector.indices, vector.values, everything, count, vector.numel)
+    picked = torch.ones_like(vector.indices, dtype=torch.bool)
+    return compact(vector.indices, vector.values, picked, count, vector.numel)
 
 
 def compact(indices: Tensor, values: Tensor, picked: Tensor, count: int, numel: int) -> SparseVector:
@@ -152,12 +159,9 @@ def take(sparse: SparseVector, runs: Sequence[slice]) -> SparseVector:
         runs: Positions from … to, increasing.
     """
     if sparse.is_cpu:
-        (indices, values), width = sparse.addresses, sparse.dtype.itemsize
+        (indices, values, _), width = sparse.run, sparse.dtype.itemsize
         return copied_runs([(indices + 4 * r.start, values + width * r.start, r.stop - r.start) for r in runs], sparse)
-    taken = SparseVector.allocate(sum(run.stop - run.start for run in runs), sparse.numel, sparse.dtype, sparse.device)
-    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
-        torch.cat([part[run] for run in runs], out=out)
-    return taken
+    return of_parts([(sparse.indices[run], sparse.values[run]) for run in runs], sparse.numel)
 
 
 def split(sparse: SparseVector, bounds: Sequence[tuple[int, int]]) -> list[SparseVector]:
@@ -183,25 +187,30 @@ def join(vectors: Sequence[SparseVector]) -> SparseVector:
     """
     like = vectors[0]
     if like.is_cpu:
-        return copied_runs([(*vector.addresses, len(vector)) for vector in vectors], like)
-    whole = SparseVector.allocate(sum(map(len, vectors)), like.numel, like.dtype, like.device)
-    torch.cat([vector.indices for vector in vectors], out=whole.indices)
-    torch.cat([vector.values for vector in vectors], out=whole.values)
-    return whole
+        return copied_runs([vector.run for vector in vectors], like)
+    return of_parts([(vector.indices, vector.values) for vector in vectors], like.numel)
 
 
-def copied_runs(runs: Iterable[tuple[int, int, int]], like: SparseVector) -> SparseVector:
-    """Vector on a CPU of runs of entries, which are copied.
+def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
+    """Concatenates the vectors of consecutive parts into one vector of the whole.
 
-    By the C library: a tenth of what torch takes for a few thousand.
+    Args:
+        vectors: At least one, of one dtype and device.
+    """
+    starts = [0, *accumulate(vector.numel for vector in vectors)]
+    parts = [(vector.indices + start, vector.values) for vector, start in zip(vectors, starts, strict=False)]
+    return of_parts(parts, starts[-1])
+
+
+def copied_runs(runs: Sequence[tuple[int, int, int]], like: SparseVector) -> SparseVector:
+    """Vector on a CPU of runs of entries, which the C library copies in a tenth of torch's time.
 
     Args:
         runs: Address of the indices, address of the values, and number of entries of each.
         like: Vector of its numel and dtype.
     """
-    runs = list(runs)
     vector = SparseVector.allocate(sum(count for *_, count in runs), like.numel, like.dtype, like.device)
-    (indices, values), width = vector.addresses, vector.dtype.itemsize
+    (indices, values, _), width = vector.run, vector.dtype.itemsize
     for from_indices, from_values, count in runs:
         memmove(indices, from_indices, 4 * count)
         memmove(values, from_values, width * count)
@@ -209,9 +218,8 @@ def copied_runs(runs: Iterable[tuple[int, int, int]], like: SparseVector) -> Spa
     return vector
 
 
-def joined(pieces: Pieces, entries: int, like: SparseVector) -> SparseVector:
-    """Vector of the entries in pieces."""
+def joined(pieces: Tensor, entries: int, like: SparseVector) -> SparseVector:
+    """Vector of the entries that a kernel has left in pieces."""
     vector = SparseVector.allocate(entries, like.numel, like.dtype, like.device)
-    kernels().sc_join(*pieces[:3], *vector.addresses)
-    SCRATCH.trim()
+    kernels().sc_join(pieces.data_ptr(), *vector.run[:2])
     return vector

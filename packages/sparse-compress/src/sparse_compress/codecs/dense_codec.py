@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import check_bytes, element_count, flatten
+from sparse_compress.arguments import element_count, flatten
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
 
 
@@ -47,13 +47,10 @@ class DenseCodec:
         return rounded, leftover(flatten(tensor), rounded)
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """Encodes a tensor as a message.
+        """Encodes a tensor as a message: uint8, (nbytes,).
 
         Args:
             tensor: float32, of any shape.
-
-        Returns:
-            uint8, (nbytes,).
 
         Raises:
             TypeError: The tensor is not float32.
@@ -64,24 +61,20 @@ class DenseCodec:
         return VALUES[self.values].pack(flat)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """Decodes the tensor of a message.
+        """Decodes the tensor of a message: float32, (numel,), which may share the message's memory.
 
         Args:
             message: uint8, 1-D.
             numel: Elements of the tensor.
 
-        Returns:
-            float32, (numel,), which may share the message's memory.
-
         Raises:
             TypeError: The message is no uint8 tensor.
             ValueError: The message has another length, or on a CPU a corrupted scale.
         """
-        check_bytes(message)
-        numel = element_count(numel)
+        message, numel = aligned(message), element_count(numel)
         if message.numel() != self.nbytes(numel):
             raise ValueError(f"{message.numel()} bytes given, but {numel} elements take {self.nbytes(numel)}")
-        return VALUES[self.values].unpack(aligned(message), numel)
+        return VALUES[self.values].unpack(message, numel)
 
     def __repr__(self) -> str:
         return f"DenseCodec(values={self.values!r})"

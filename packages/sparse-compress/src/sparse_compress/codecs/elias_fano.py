@@ -23,9 +23,9 @@ def nbytes(numel: int, count: int) -> int:
 def pack(indices: Tensor, numel: int) -> Tensor:
     """Packs ``indices``, int32, (k,), strictly increasing, as uint8, (nbytes(numel, k),); nothing is read back."""
     low, high = _bits(numel, len(indices))
-    if kernels(indices, (torch.int32,)):
+    if library := kernels(indices, (torch.int32,)):
         packed = torch.empty(nbytes(numel, len(indices)), dtype=torch.uint8)
-        kernels().sc_pack_indices(indices.data_ptr(), len(indices), low, high, packed.data_ptr())
+        library.sc_pack_indices(indices.data_ptr(), len(indices), low, high, packed.data_ptr())
         return packed
     planes = indices.bitwise_right_shift(_column(low, indices.device)).bitwise_and_(1).to(torch.uint8)
     places = (indices >> low) + torch.arange(len(indices), device=indices.device)
@@ -42,9 +42,9 @@ def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> T
     if data.numel() != nbytes(numel, count):
         raise ValueError(f"{data.numel()} bytes given, but {count} indices below {numel} take {nbytes(numel, count)}")
     low, high = _bits(numel, count)
-    if kernels(data, (torch.uint8,)):
+    if library := kernels(data, (torch.uint8,)):
         indices = torch.empty(count, dtype=torch.int32) if out is None else out
-        _check_count(kernels().sc_unpack_indices(data.data_ptr(), count, low, high, indices.data_ptr()), count)
+        _check_count(library.sc_unpack_indices(data.data_ptr(), count, low, high, indices.data_ptr()), count)
         return indices
     plane = -(-count // 8)
     unary = _to_bits(data[low * plane :])[:high]

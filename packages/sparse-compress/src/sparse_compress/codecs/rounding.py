@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparse_compress.arguments import not_bytes
 from sparse_compress.native.library import kernels
 
 SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
@@ -45,9 +46,9 @@ class Float16(NamedTuple):
         return 2 * count
 
     def pack(self, x: Tensor) -> Tensor:
-        if self.dtype == torch.bfloat16 and kernels(x):
+        if self.dtype == torch.bfloat16 and (library := kernels(x)):
             packed = torch.empty(2 * len(x), dtype=torch.uint8)
-            kernels().sc_to_bf16(x.data_ptr(), len(x), packed.data_ptr())
+            library.sc_to_bf16(x.data_ptr(), len(x), packed.data_ptr())
             return packed
         most = torch.finfo(self.dtype).max
         if _known_within(x, most):
@@ -59,9 +60,9 @@ class Float16(NamedTuple):
         return torch.where(overflowed, clamped.to(self.dtype), rounded).view(torch.uint8)
 
     def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        if self.dtype == torch.bfloat16 and kernels(data, (torch.uint8,)):
+        if self.dtype == torch.bfloat16 and (library := kernels(data, (torch.uint8,))):
             out = torch.empty(count, dtype=torch.float32) if out is None else out
-            kernels().sc_of_bf16(data.data_ptr(), count, out.data_ptr())
+            library.sc_of_bf16(data.data_ptr(), count, out.data_ptr())
             return out
         return _into(out, data[: 2 * count].view(self.dtype).float())
 
@@ -76,11 +77,10 @@ class Int8(NamedTuple):
         return SCALE_BYTES + count
 
     def pack(self, x: Tensor) -> Tensor:
-        if kernels(x):
+        if library := kernels(x):
             packed = torch.zeros(self.nbytes(len(x)), dtype=torch.uint8)
-            packed[:4].view(torch.int32)[0] = kernels().sc_to_int8(
-                x.data_ptr(), len(x), packed[SCALE_BYTES:].data_ptr()
-            )
+            power = library.sc_to_int8(x.data_ptr(), len(x), packed.data_ptr() + SCALE_BYTES)
+            packed[:4].view(torch.int32)[0] = power
             return packed
         finite = None if _known_within(x, torch.finfo(x.dtype).max) else x.isfinite()
         x = x if finite is None else torch.where(finite, x, 0)
@@ -97,9 +97,9 @@ class Int8(NamedTuple):
         if exponent.is_cpu and not -126 <= int(exponent) <= 126:
             raise ValueError(f"corrupted scale: 2^{int(exponent)}, expected 2^−126 … 2^126")
         steps = data[SCALE_BYTES : SCALE_BYTES + count].view(torch.int8)
-        if kernels(steps, (torch.int8,)):
+        if library := kernels(steps, (torch.int8,)):
             out = torch.empty(count, dtype=torch.float32) if out is None else out
-            kernels().sc_of_int8(steps.data_ptr(), count, int(exponent), out.data_ptr())
+            library.sc_of_int8(steps.data_ptr(), count, int(exponent), out.data_ptr())
             return out
         return _into(out, (steps.float() * power_of_two(exponent)).masked_fill(steps == -128, torch.nan))
 
@@ -116,7 +116,12 @@ VALUES: dict[str, Values] = {
 
 
 def aligned(data: Tensor) -> Tensor:
-    """Bytes that can be viewed as 4-byte numbers: copied only where they begin in the middle of a word."""
+    """Bytes that can be viewed as 4-byte numbers: copied only where they begin in the middle of a word.
+
+    TypeError for anything but a contiguous 1-D uint8 tensor.
+    """
+    if getattr(data, "dtype", None) != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+        raise not_bytes(data)
     if not len(data):
         return data.new_empty(0)  # NumPy gives empty ones a stride of 0
     return data.clone() if data.data_ptr() % 4 or data.storage_offset() % 4 else data
@@ -135,9 +140,9 @@ def last_place(x: Tensor) -> Tensor:
 
 def leftover(x: Tensor, rounded: Tensor, out: Tensor | None = None) -> Tensor:
     """Rounding error x − rounded, 0 where either is not finite; written to ``out`` where that is given."""
-    if kernels(x) and kernels(rounded):
+    if (library := kernels(x)) and kernels(rounded):
         out = torch.empty(len(x), dtype=torch.float32) if out is None else out
-        kernels().sc_leftover(x.data_ptr(), rounded.data_ptr(), len(x), out.data_ptr())
+        library.sc_leftover(x.data_ptr(), rounded.data_ptr(), len(x), out.data_ptr())
         return out
     error = torch.sub(x, rounded, out=out)
     if _known_within(error, torch.finfo(error.dtype).max):

@@ -1,15 +1,14 @@
 """Sparse vectors in fewer bytes."""
 
 from math import lgamma, log
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import check_bytes, element_count, integer
+from sparse_compress.arguments import element_count, integer
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
-from sparse_compress.vector import FREE_BYTES, HEADER_BYTES, SparseVector, check_entries, read_header, write_header
+from sparse_compress.vector import CODES, DTYPES, FREE_BYTES, HEADER_BYTES, WORDS, SparseVector, check_entries
 
 
 class WireCodec:
@@ -49,13 +48,10 @@ class WireCodec:
             entries: Number of entries.
             numel: Elements of the whole vector.
         """
-        return HEADER_BYTES + self._sizes(entries, numel).total
+        return HEADER_BYTES + self._sizes(entries, numel)[-1]
 
     def split(self, vector: SparseVector) -> tuple[SparseVector, SparseVector]:
-        """Splits a vector into the values that ``encode`` keeps, and the rounding error, entry by entry.
-
-        Args:
-            vector: float32.
+        """Splits a float32 vector into the values that ``encode`` keeps, and the rounding error, entry by entry.
 
         Returns:
             (rounded, error) with the vector's indices; rounded + error = vector, exactly; NaN and inf have error 0.
@@ -63,31 +59,31 @@ class WireCodec:
         Raises:
             TypeError: The vector is float64.
         """
-        kind, values = VALUES[self.values], _float32(vector)
-        rounded, error = _with_indices(vector), _with_indices(vector)
+        kind, values, rounded, error = VALUES[self.values], _float32(vector), vector.clone(), vector.clone()
         kind.unpack(kind.pack(values), len(vector), out=rounded.values)
         leftover(values, rounded.values, out=error.values)
         return rounded, error
 
     def encode(self, vector: SparseVector) -> Tensor:
-        """Encodes a vector as a message.
+        """Encodes a vector as a message: uint8, (nbytes,).
 
         Args:
             vector: float32.
 
-        Returns:
-            uint8, (nbytes,).
-
         Raises:
             TypeError: The vector is float64.
         """
-        sizes = self._sizes(len(vector), vector.numel)
-        message = torch.zeros(HEADER_BYTES + sizes.total, dtype=torch.uint8, device=vector.device)
-        write_header(message, vector.numel, len(vector), torch.float32)
+        values, (size, indices_at, total) = _float32(vector), self._sizes(len(vector), vector.numel)
+        message = torch.zeros(HEADER_BYTES + total, dtype=torch.uint8, device=vector.device)
+        message[FREE_BYTES:HEADER_BYTES] = vector.pack()[FREE_BYTES:HEADER_BYTES]
         body = message[HEADER_BYTES:]
-        body[: sizes.values] = VALUES[self.values].pack(_float32(vector))
-        packed = elias_fano.pack(vector.indices, vector.numel) if self.indices == "packed" else _raw(vector.indices)
-        body[sizes.indices_at : sizes.indices_at + len(packed)] = packed
+        body[:size] = VALUES[self.values].pack(values)
+        packed = (
+            elias_fano.pack(vector.indices, vector.numel)
+            if self.indices == "packed"
+            else vector.indices.view(torch.uint8)
+        )
+        body[indices_at : indices_at + len(packed)] = packed
         return message
 
     def decode(self, message: Tensor, numel: int, entries: int | None = None) -> SparseVector:
@@ -137,31 +133,17 @@ class WireCodec:
             TypeError: As ``decode``.
             ValueError: As ``decode``.
         """
-        check_bytes(block)
-        block, numel = aligned(block), element_count(numel)
-        header = HEADER_BYTES - FREE_BYTES
+        block, numel, header = aligned(block), element_count(numel), HEADER_BYTES - FREE_BYTES
         if block.numel() < header:
             raise ValueError(f"{FREE_BYTES + block.numel()} bytes given, but the header alone takes {HEADER_BYTES}")
-        said = read_header(block[:header]) if entries is None or block.is_cpu else None
-        entries = said.entries if entries is None and said else integer(entries, "entries", expected="their number")
-        if entries > numel:
-            raise ValueError(f"{entries} entries of {numel} elements, expected 0 … {numel}")
-        sizes = self._sizes(entries, numel)
-        if block.numel() != header + sizes.total:
-            raise ValueError(
-                f"{FREE_BYTES + block.numel()} bytes given, but {entries} entries of {numel} "
-                f"take {HEADER_BYTES + sizes.total}"
-            )
-        if said is not None and said[:2] != (numel, entries):
-            raise ValueError(
-                f"the message holds {said.entries} entries of {said.numel} elements, expected {entries} of {numel}"
-            )
-        if said is not None and said.dtype != torch.float32:
-            raise ValueError(f"corrupted header: {said.dtype} values, expected torch.float32")
-        body = block[header:]
+        entries = _entries(block[:header], numel, entries)
+        _, indices_at, total = self._sizes(entries, numel)
+        if block.numel() != header + total:
+            nbytes = FREE_BYTES + block.numel()
+            raise ValueError(f"{nbytes} bytes given, but {entries} entries of {numel} take {HEADER_BYTES + total}")
         vector = SparseVector.allocate(entries, numel, torch.float32, block.device)
-        VALUES[self.values].unpack(body, entries, out=vector.values)
-        data = body[sizes.indices_at :]
+        VALUES[self.values].unpack(block[header:], entries, out=vector.values)
+        data = block[header + indices_at :]
         if self.indices == "raw":
             vector.indices.copy_(data[: 4 * entries].view(torch.int32))
         else:
@@ -170,22 +152,15 @@ class WireCodec:
             check_entries(vector, 0, numel)
         return vector
 
-    def _sizes(self, entries: int, numel: int) -> "_Sizes":
+    def _sizes(self, entries: int, numel: int) -> tuple[int, int, int]:
+        """Bytes after the header: of the values, where the indices start, of both with padding to 4."""
         values = VALUES[self.values].nbytes(entries)
         indices_at = values + -values % 4
         indices = elias_fano.nbytes(numel, entries) if self.indices == "packed" else 4 * entries
-        return _Sizes(values, indices_at, indices_at + indices + -indices % 4)
+        return values, indices_at, indices_at + indices + -indices % 4
 
     def __repr__(self) -> str:
         return f"WireCodec(values={self.values!r}, indices={self.indices!r})"
-
-
-class _Sizes(NamedTuple):
-    """Bytes after the header: of the values, where the indices start, of both with padding to 4."""
-
-    values: int
-    indices_at: int
-    total: int
 
 
 def index_entropy(entries: int, numel: int) -> float:
@@ -199,18 +174,23 @@ def index_entropy(entries: int, numel: int) -> float:
     return nats / log(2) / 8 / entries
 
 
-def _raw(indices: Tensor) -> Tensor:
-    return indices.contiguous().view(torch.uint8)
+def _entries(header: Tensor, numel: int, expected: int | None) -> int:
+    """Number of entries, which a header names; on a GPU the expected one, because reading would wait for it."""
+    said, entries, code = numel, expected, CODES[torch.float32]
+    if expected is None or header.is_cpu:
+        said, word = WORDS.unpack(header.cpu().numpy().data)
+        entries, code = word & 0xFFFFFFFF, word >> 32
+    count = integer(entries if expected is None else expected, "entries", expected="their number")
+    if count > numel:
+        raise ValueError(f"{count} entries of {numel} elements, expected 0 … {numel}")
+    if (said, entries) != (numel, count):
+        raise ValueError(f"the message holds {entries} entries of {said} elements, expected {count} of {numel}")
+    if code != CODES[torch.float32]:
+        raise ValueError(f"corrupted header: {DTYPES.get(code, code)} values, expected torch.float32")
+    return count
 
 
 def _float32(vector: SparseVector) -> Tensor:
     if vector.dtype != torch.float32:
         raise TypeError(f"{vector} given, expected float32 values: float64 travels by pack()")
     return vector.values
-
-
-def _with_indices(like: SparseVector) -> SparseVector:
-    """Vector of the same indices; the caller fills in the values."""
-    vector = SparseVector.allocate(len(like), like.numel, torch.float32, like.device)
-    vector.indices.copy_(like.indices)
-    return vector

@@ -9,6 +9,7 @@ from torch import Tensor
 from sparse_compress.arguments import check_compressor, flatten, integer
 from sparse_compress.compressors.compressor import Compressor
 from sparse_compress.vector import SparseVector
+from sparse_compress.vectors import concatenate
 
 
 class ByParts:
@@ -59,18 +60,3 @@ def _numels(shapes: Sequence[int | Sequence[int]]) -> list[int]:
         prod(integer(side, f"part {number} has {side!r} elements, which", expected="a number") for side in shape)
         for number, shape in enumerate(sides)
     ]
-
-
-def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
-    """Concatenates the vectors of consecutive parts into one vector of the whole.
-
-    Args:
-        vectors: At least one, of one dtype and device.
-    """
-    numels = [vector.numel for vector in vectors]
-    entries = sum(map(len, vectors))
-    whole = SparseVector.allocate(entries, sum(numels), vectors[0].dtype, vectors[0].device)
-    torch.cat([vector.values for vector in vectors], out=whole.values)
-    starts = [sum(numels[:number]) for number in range(len(numels))]
-    torch.cat([vector.indices + start for vector, start in zip(vectors, starts, strict=True)], out=whole.indices)
-    return whole

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.arguments import check_dense, integer, share_of
-from sparse_compress.selection import Largest, topk
+from sparse_compress.selection import fused_step, topk
 from sparse_compress.vector import SparseVector
 
 SHARE = "the fraction of elements to send"
@@ -20,7 +21,7 @@ class Density:
     ``density``: 0 < density ≤ 1, else ValueError; TypeError for anything but a number. It may be set anew.
     """
 
-    def __init__(self, density: float) -> None:
+    def __init__(self, density: float = 0.01) -> None:
         self.density = density
 
     @property
@@ -37,7 +38,8 @@ class Density:
         return min(numel, max(1, round(self._density * numel)))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(density={self.density})"
+        given = [name for name in signature(type(self)).parameters if hasattr(self, name)]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)}' for name in given)})"
 
 
 class TopK(Density):
@@ -55,16 +57,14 @@ class TopK(Density):
 
     finds_nonfinite = True
 
-    def __init__(self, density: float = 0.01) -> None:
-        super().__init__(density)
-
     def __call__(self, tensor: Tensor) -> SparseVector:
         check_dense(tensor, "tensor")
         return topk(tensor, self.entries(tensor.numel()))
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         """Accumulates, selects and clears in one sweep."""
-        return Largest(self.entries(gradient.numel())).step(before, gradient, momentum, out)
+        n = gradient.numel()
+        return fused_step(self, before, gradient, momentum, out, [((0, n), self.entries(n))])
 
 
 @dataclass(frozen=True)

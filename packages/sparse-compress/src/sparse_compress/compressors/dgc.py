@@ -50,9 +50,6 @@ class DGCTopK(Density):
         threshold = topk(seen, self.entries(len(seen))).values.abs().amin()
         return select_at_least(flat, float(threshold), k)
 
-    def __repr__(self) -> str:
-        return f"DGCTopK(density={self.density}, sample={self.sample})"
-
 
 def clip_locally(gradients: Iterable[Tensor], max_norm: float, ranks: int) -> Tensor:
     """Scales the gradients in place so that their norm together is at most ``max_norm`` / √ranks.

@@ -42,9 +42,7 @@ class GaussianK(Density):
     def __call__(self, tensor: Tensor) -> SparseVector:
         flat = flatten(tensor)
         k = self.entries(len(flat))
-        if k == len(flat):
-            return topk(flat, k)
-        threshold = self._threshold(flat)
+        threshold = self._threshold(flat) if k < len(flat) else 0.0
         if not 0 < threshold < float("inf"):
             return topk(flat, k)
         for _ in range(CORRECTIONS):

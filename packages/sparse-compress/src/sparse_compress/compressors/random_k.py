@@ -77,9 +77,6 @@ class RandomK(Density):
         """Restores the number of calls by name."""
         self._calls = dict(state["calls"])
 
-    def __repr__(self) -> str:
-        return f"RandomK(density={self.density}, seed={self.seed}, unbiased={self.unbiased})"
-
 
 def _strata(numel: int, k: int) -> Tensor:
     """Bounds of the strata, ⌊j·numel/k⌋, int64, (k + 1,)."""

@@ -39,9 +39,6 @@ class Threshold(Density):
         check_dense(tensor, "tensor")
         return select_at_least(tensor, self.threshold, self.entries(tensor.numel()))
 
-    def __repr__(self) -> str:
-        return f"Threshold(threshold={self.threshold}, density={self.density})"
-
 
 class ThresholdReuse(Density):
     """Selects exact top-k every ``every`` calls of a name; between them the elements that reach its k-th magnitude.
@@ -87,9 +84,6 @@ class ThresholdReuse(Density):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores thresholds and numbers of calls by name."""
         self._calls, self._thresholds = dict(state["calls"]), dict(state["thresholds"])
-
-    def __repr__(self) -> str:
-        return f"ThresholdReuse(density={self.density}, every={self.every})"
 
 
 def select_at_least(x: Tensor, threshold: float, k: int) -> SparseVector:

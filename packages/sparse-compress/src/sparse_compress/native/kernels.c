@@ -1,7 +1,8 @@
 /* Selection, error feedback, addition, putting back and packing of float32, in one pass over memory each.
  *
- * Every function gives the bits of the NumPy function that it stands in for (chunks.py, merge.py, sift.py,
- * accumulator.py, rounding.py, elias_fano.py), which is the reference that tests hold it to; of a NaN that arithmetic makes out of two NaNs only that it is one.
+ * Every function gives the bits of the NumPy function that it stands in for (selection.py, merge.py, vectors.py,
+ * accumulator.py, rounding.py, elias_fano.py), which is the reference that tests hold it to; of a NaN that arithmetic
+ * makes out of two NaNs only that it is one.
  * Keys are magnitudes as integers: a float's bits without the sign. Memory is the caller's, at any address; nothing is
  * allocated here and nothing is kept, so any number of threads may call at once. Needs nothing but memcpy, memmove and
  * memset, which are in every process: no library is linked.
@@ -49,6 +50,7 @@ enum {
     KEY_SAMPLE = 2048,     /* of keys that are in memory anyway */
     DIGITS = 2048,         /* a histogram that stays in L1 */
     STREAMS = 4,           /* of a merge, */
+    PIECES = 128,          /* bytes that say where theirs are */
     TURN = 16,             /* so many entries of each before it fetches, */
     LATER = 256,           /* elements beforehand */
     WINDOW = 1024,         /* elements of a dense tensor that are put back at a time, */
@@ -740,11 +742,13 @@ EXPORT int64_t sc_select(const void *x, int64_t n, int64_t k, int64_t least, int
     return selected(&s, least, index, bits);
 }
 
-/* Accumulates, selects as sc_select does, and clears what it has selected. u, uo: NULL without momentum; vo, uo: where
- * v, u are, or other memory. */
+/* Accumulates n elements from number `base` on, selects as sc_select does, and clears what it has selected. v, u, g, vo,
+ * uo: of all elements; u, uo: NULL without momentum; vo, uo: where v, u are, or other memory. */
 EXPORT int64_t sc_step(const void *v, const void *u, const void *g, int kind, float m, void *vo, void *uo, int64_t n,
                        int64_t k, int64_t least, int64_t base, void *index, void *bits, void *scratch) {
-    Selecting s = {.v = v, .u = u, .g = g, .kind = kind, .m = m, .vo = vo, .uo = uo, .clears = 1,
+    Selecting s = {.v = (const f32 *)v + base, .u = u ? (const f32 *)u + base : NULL,
+                   .g = (const char *)g + base * (kind == FLOAT32 ? 4 : 2), .kind = kind, .m = m,
+                   .vo = (f32 *)vo + base, .uo = uo ? (f32 *)uo + base : NULL, .clears = 1,
                    .n = n, .k = k, .base = base};
     lay_out(&s, scratch);
     return selected(&s, least, index, bits);
@@ -808,15 +812,31 @@ static void streams_of(const i32 *ai, int64_t na, const i32 *bi, int64_t nb, int
         __builtin_prefetch(value + at##S + o + LATER, 1);     \
     }
 
-/* a + b over the union of their indices, which increase, in STREAMS pieces: a stream waits for its own loads, so they
- * take turns. index, value: room for na + nb. pieces: where each begins and ends; the values between them are 0. Returns
- * the entries of all. */
+/* Entries in STREAMS pieces, at the start of scratch memory of PIECES + 12 (entries + SLACK) bytes: where each begins and
+ * ends; behind it their indices, their values, and memory to select from them, each with room for so many. */
+typedef struct {
+    int64_t at[2 * STREAMS];
+    i32 *index;
+    u32 *value, *spare;
+} Pieces;
+
+INLINE Pieces *pieces_of(void *scratch, int64_t entries) {
+    Pieces *pieces = scratch;
+    pieces->index = (i32 *)((char *)scratch + PIECES);
+    pieces->value = (u32 *)pieces->index + (entries + SLACK);
+    pieces->spare = pieces->value + (entries + SLACK);
+    return pieces;
+}
+
+/* a + b over the union of their indices, which increase, in pieces: a stream waits for its own loads, so they take turns.
+ * scratch: for the pieces of na + nb entries; the values between pieces are 0. Returns the entries of all. */
 EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, const void *b_index, const void *b_value,
-                        int64_t nb, void *indices, void *values, int64_t *pieces) {
+                        int64_t nb, void *scratch) {
     const i32 *ai = a_index, *bi = b_index;
     const f32 *av = a_value, *bv = b_value;
-    i32 *index = indices;
-    u32 *value = values;
+    Pieces *pieces = pieces_of(scratch, na + nb);
+    i32 *index = pieces->index;
+    u32 *value = pieces->value;
     int64_t i[STREAMS + 1], j[STREAMS + 1], o = 0, entries = 0;
     streams_of(ai, na, bi, nb, i, j);
     int64_t i0 = 0, i1 = i[1], i2 = i[2], i3 = i[3], j0 = 0, j1 = j[1], j2 = j[2], j3 = j[3];
@@ -850,7 +870,7 @@ EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, co
         memcpy(index + o, bi + jS, (size_t)b * 4), memcpy(value + o, bv + jS, (size_t)b * 4);
         o += b;
         memset(value + o, 0, (size_t)(room - o) * 4);
-        pieces[2 * s] = atS, pieces[2 * s + 1] = o;
+        pieces->at[2 * s] = atS, pieces->at[2 * s + 1] = o;
         entries += o - atS;
     }
     return entries;
@@ -867,13 +887,14 @@ EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, co
         j##S += b <= a;                        \
     }
 
-/* The entries of a whose index b does not have, in pieces; see sc_union. index, value: room for na + nb. */
+/* The entries of a whose index b does not have, in pieces; see sc_union. */
 EXPORT int64_t sc_without(const void *a_index, const void *a_value, int64_t na, const void *b_index, int64_t nb,
-                          void *indices, void *values, int64_t *pieces) {
+                          void *scratch) {
     const i32 *ai = a_index, *bi = b_index;
     const u32 *av = a_value;
-    i32 *index = indices;
-    u32 *value = values;
+    Pieces *pieces = pieces_of(scratch, na + nb);
+    i32 *index = pieces->index;
+    u32 *value = pieces->value;
     int64_t i[STREAMS + 1], j[STREAMS + 1], entries = 0;
     streams_of(ai, na, bi, nb, i, j);
     int64_t i0 = 0, i1 = i[1], i2 = i[2], i3 = i[3], j0 = 0, j1 = j[1], j2 = j[2], j3 = j[3];
@@ -898,20 +919,21 @@ EXPORT int64_t sc_without(const void *a_index, const void *a_value, int64_t na, 
             KEEP_ONE(S)
         size_t left = (size_t)(i[s + 1] - iS);
         memcpy(index + oS, ai + iS, left * 4), memcpy(value + oS, av + iS, left * 4);
-        pieces[2 * s] = i[s] + j[s], pieces[2 * s + 1] = oS + (int64_t)left;
-        entries += pieces[2 * s + 1] - pieces[2 * s];
+        pieces->at[2 * s] = i[s] + j[s], pieces->at[2 * s + 1] = oS + (int64_t)left;
+        entries += pieces->at[2 * s + 1] - pieces->at[2 * s];
     }
     return entries;
 }
 
 /* The entries of all pieces, one after the other. */
-EXPORT void sc_join(const void *index, const void *bits, const int64_t *pieces, void *out_index, void *out_bits) {
+EXPORT void sc_join(const void *scratch, void *out_index, void *out_bits) {
+    const Pieces *pieces = scratch;
     i32 *at = out_index;
     u32 *word = out_bits;
     for (int s = 0; s < STREAMS; s++) {
-        int64_t start = pieces[2 * s], n = pieces[2 * s + 1] - start;
-        memcpy(at, (const i32 *)index + start, (size_t)n * 4);
-        memcpy(word, (const u32 *)bits + start, (size_t)n * 4);
+        int64_t start = pieces->at[2 * s], n = pieces->at[2 * s + 1] - start;
+        memcpy(at, pieces->index + start, (size_t)n * 4);
+        memcpy(word, pieces->value + start, (size_t)n * 4);
         at += n, word += n;
     }
 }
@@ -931,24 +953,24 @@ static int64_t below(const i32 *index, int64_t n, int64_t high) {
 
 /* Parts the entries of pieces into the largest of every block, as many as its budget, ties to the lowest index, and the
  * others; both in order. Block b ends before index highs[b], and the last one holds the last entry. kept and cut: room
- * for what they get, and no more. scratch: 4 bytes for all from the first piece to the last, and SLACK. Returns 0, and
- * leaves kept and cut unfinished, where a block has fewer entries than its budget. */
-EXPORT int sc_split(const void *index, const void *bits, const int64_t *pieces, const int64_t *highs,
-                    const int64_t *budgets, int64_t blocks, void *kept_index, void *kept_bits, void *cut_index,
-                    void *cut_bits, void *scratch) {
-    const i32 *at = index;
-    const u32 *word = bits;
+ * for what they get, and no more. Returns 0, and leaves kept and cut unfinished, where a block has fewer entries than its
+ * budget. */
+EXPORT int sc_split(void *scratch, const int64_t *highs, const int64_t *budgets, int64_t blocks, void *kept_index,
+                    void *kept_bits, void *cut_index, void *cut_bits) {
+    const Pieces *pieces = scratch;
+    const i32 *at = pieces->index;
+    const u32 *word = pieces->value;
     i32 *kept_at = kept_index, *cut_at = cut_index;
     u32 *kept = kept_bits, *cut = cut_bits;
     int64_t start[STREAMS], end[STREAMS], ties = 0;
     uint32_t kth = 0;
     for (int s = 0; s < STREAMS; s++)
-        end[s] = pieces[2 * s];
+        end[s] = pieces->at[2 * s];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t all = 0, k = budgets[b], first = -1, last = 0;
         for (int s = 0; s < STREAMS; s++) {
             start[s] = end[s];
-            end[s] += below(at + start[s], pieces[2 * s + 1] - start[s], highs[b]);
+            end[s] += below(at + start[s], pieces->at[2 * s + 1] - start[s], highs[b]);
             if (end[s] > start[s])
                 first = first < 0 ? start[s] : first, last = end[s];
             all += end[s] - start[s];
@@ -957,7 +979,7 @@ EXPORT int sc_split(const void *index, const void *bits, const int64_t *pieces, 
         if (others < 0)
             return 0;
         if (k && others) /* what lies between pieces is 0, and so never larger than the k-th of them */
-            kth = kth_key(word + first, last - first, k, scratch, &ties);
+            kth = kth_key(word + first, last - first, k, pieces->spare, &ties);
         for (int s = 0; s < STREAMS; s++) {
             int64_t n = end[s] - start[s], keeps = k ? n : 0;
             if (k && others) {

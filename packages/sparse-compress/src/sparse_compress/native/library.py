@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from sparse_compress.native.compiling import COMPILED, SOURCE, SWITCH, digest
 
 FLOATS = (torch.float32,)
 SLACK = 64  # entries that a kernel may write beyond the last one
-PIECES_BYTES = 64  # where each of four pieces begins and ends
+PIECES, PER_ENTRY = 128 + 12 * SLACK, 12  # bytes of scratch memory where a kernel leaves entries in pieces
 KEPT = 1 << 26  # bytes that a thread keeps: the first touch of fresh memory costs more than its use
 LEVELS = {"c": 0, "avx2": 1, "avx512": 2}
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -36,10 +35,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         c_int64,
         [c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p, c_void_p, *[c_int64] * 4, *[c_void_p] * 3],
     ),
-    "sc_union": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3]),
-    "sc_without": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3]),
-    "sc_join": (None, [c_void_p] * 5),
-    "sc_split": (c_int, [*[c_void_p] * 5, c_int64, *[c_void_p] * 5]),
+    "sc_union": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
+    "sc_without": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p]),
+    "sc_join": (None, [c_void_p] * 3),
+    "sc_split": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 4]),
     "sc_filter": (c_int64, [c_void_p, c_void_p, c_int64, c_int, c_int64, *[c_void_p] * 3]),
     "sc_sorted": (c_int64, [c_void_p, c_int64, c_uint32, c_void_p, c_void_p]),
     "sc_bracket": (None, [c_void_p, *[c_int64] * 3, c_void_p, c_void_p]),
@@ -92,37 +91,35 @@ def using(level: str) -> Iterator[bool]:
     Yields whether this machine has that level; without it, the best below it runs. Where $SPARSE_COMPRESS_NATIVE is 0
     there is none.
     """
-    plain = level == "plain" or os.environ.get(SWITCH) == "0"
-    found = Found(None, "NumPy, as chosen") if plain else _opened(_path(), level)
+    path, most = _setting()
+    found = Found(None, "NumPy, as chosen") if level == "plain" or path is None else _opened(path, level)
     _chosen.append(found)
     try:
         yield level == "plain" or found.words.startswith(f"kernels for {level}:")
     finally:
         _chosen.pop()
         if not _chosen and (before := _found().library):
-            before.sc_use(LEVELS[_level()])
+            before.sc_use(LEVELS[most])
+
+
+def _setting() -> tuple[Path | None, str]:
+    """Compiled file that $SPARSE_COMPRESS_NATIVE chooses, None for NumPy; and the highest level to use."""
+    setting = os.environ.get(SWITCH, "")
+    if setting == "0":
+        return None, "c"
+    return (COMPILED, setting or "avx512") if setting in ("", *LEVELS) else (Path(setting), "avx512")
 
 
 @cache
 def _found() -> Found:
-    setting = os.environ.get(SWITCH, "")
-    if setting == "0":
+    path, level = _setting()
+    if path is None:
         return Found(None, f"NumPy: {SWITCH}=0 is set")
-    if setting and setting not in LEVELS and not Path(setting).is_file():
-        words = f"NumPy: {SWITCH}={setting!r} is neither 0, one of {list(LEVELS)} nor a compiled file"
+    if path != COMPILED and not path.is_file():
+        words = f"NumPy: {SWITCH}={str(path)!r} is neither 0, one of {list(LEVELS)} nor a compiled file"
         warnings.warn(f"sparse-compress uses {words}", RuntimeWarning, stacklevel=3)
         return Found(None, words)
-    return _opened(_path(), _level())
-
-
-def _path() -> Path:
-    setting = os.environ.get(SWITCH, "")
-    return COMPILED if setting in ("", "0", *LEVELS) else Path(setting)
-
-
-def _level() -> str:
-    setting = os.environ.get(SWITCH, "")
-    return setting if setting in LEVELS else "avx512"
+    return _opened(path, level)
 
 
 def _opened(path: Path, level: str) -> Found:
@@ -139,8 +136,7 @@ def _opened(path: Path, level: str) -> Found:
         return Found(None, f"NumPy: {path.name} cannot be loaded: {error}")
     if SOURCE.exists() and library.sc_source() != digest().encode():
         return Found(None, f"NumPy: {path.name} is of another {SOURCE.name}: install again")
-    level = list(LEVELS)[library.sc_use(LEVELS[level])]
-    return Found(library, f"kernels for {level}: {path}")
+    return Found(library, f"kernels for {list(LEVELS)[library.sc_use(LEVELS[level])]}: {path}")
 
 
 def _whole(path: Path) -> bool:
@@ -153,38 +149,19 @@ def _whole(path: Path) -> bool:
     return bool(path.stat().st_size >= sections + width * count)
 
 
-class Pieces(NamedTuple):
-    """Addresses of scratch memory where a kernel leaves entries in four pieces; spare: as much as the values take."""
-
-    indices: int
-    values: int
-    ends: int
-    spare: int
-
-
 class Scratch(threading.local):
-    """Scratch memory of one thread."""
+    """Scratch memory of one thread, which keeps up to KEPT bytes."""
 
-    memory, address = np.empty(0, np.uint8), 0
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def of(self, nbytes: int) -> int:
-        """Address of ``nbytes`` bytes, valid until this thread asks again."""
-        if nbytes > len(self.memory):
-            self.memory = np.empty(nbytes, np.uint8)
-            self.address = self.memory.ctypes.data
-        return self.address
-
-    def pieces(self, entries: int) -> Pieces:
-        """Room for so many entries in four pieces."""
-        most = entries + SLACK
-        ends = self.of(PIECES_BYTES + 12 * most)
-        indices = ends + PIECES_BYTES
-        return Pieces(indices, indices + 4 * most, ends, indices + 8 * most)
-
-    def trim(self) -> None:
-        """Frees memory beyond the size that a thread keeps."""
-        if len(self.memory) > KEPT:
-            self.memory, self.address = np.empty(0, np.uint8), 0
+    def of(self, nbytes: int) -> Tensor:
+        """At least ``nbytes`` bytes, valid while they are held and until this thread asks again."""
+        if nbytes > self.memory.numel():
+            fresh = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            if nbytes > KEPT:
+                return fresh
+            self.memory = fresh
+        return self.memory
 
 
 SCRATCH = Scratch()
