@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -14,15 +15,20 @@ from sparse_compress import HEADER_BYTES, Selection, SparseVector, add, argument
 from torch import Tensor
 
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import RAW, Wire
 
 Array: TypeAlias = NDArray[np.floating[Any]]
 
+State: TypeAlias = dict[str, Any]
+"""Plain values, lists and tensors that an algorithm keeps between calls; changed in place, when a call has succeeded.
+
+One state serves one call at a time: the next call begins when the last has ended.
+"""
+
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(ABC):
     """A sparse allreduce: a subclass is one algorithm, its fields are the options with their defaults.
 
         class AllToAll(Algorithm):
@@ -39,7 +45,6 @@ class Algorithm:
         takes_wire: Whether `schedule` and `sent` heed `wire`; others are for "fp32" only.
         exact: Whether `sent` is what a call sends, not only its bound.
         selects: Whether entries of a gradient are selected before it is sent; always so in one's own.
-        prescribes: Whether it has a `select` of its own; set by itself.
         wire: How vectors travel; set by who resolves a user's settings.
     """
 
@@ -47,14 +52,9 @@ class Algorithm:
     takes_wire: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     selects: ClassVar[bool] = True
-    prescribes: ClassVar[bool] = False
     wire: Wire = field(default=RAW, kw_only=True)
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.prescribes = cls.select is not Algorithm.select
-
-    def check(self, size: int) -> None:
+    def check(self, size: int) -> None:  # noqa: B027 - most have nothing to check
         """Checks that the options fit the number of ranks.
 
         Args:
@@ -64,6 +64,7 @@ class Algorithm:
             ValueError: They do not.
         """
 
+    @abstractmethod
     def schedule(
         self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
     ) -> Schedule[Reduction]:
@@ -76,7 +77,6 @@ class Algorithm:
             k: The most entries that a rank contributes.
             state: Given where there is an `initial_state`; changed in place, as the last thing that a call does.
         """
-        raise NotImplementedError
 
     def call(self, own: SparseVector, comm: Communicator, k: int, state: State | None = None) -> Schedule[Reduction]:
         """The schedule of one call, with what is cut before it among the dropped; subclasses leave it as it is.
@@ -88,23 +88,20 @@ class Algorithm:
             state: That of the calls before, where there is an `initial_state`.
 
         Raises:
-            TypeError: The algorithm's own `schedule` is no generator, or, later, returns no `Reduction`.
+            TypeError: The algorithm's own `schedule` is no generator, or returns no `Reduction`.
         """
         cut = None
         if len(own) != min(k, own.numel):
             own, cut = merge(own, SparseVector.empty(own.numel, own.dtype, device=own.device), k)
-        kept = {} if state is None else {"state": state}
-        schedule = self.schedule(own, comm.rank, comm.size, k, **kept)
+        schedule = self.schedule(own, comm.rank, comm.size, k, **({} if state is None else {"state": state}))
         if not isinstance(schedule, Generator):
             raise TypeError(f"the schedule of {self.name} is {schedule!r}, expected a generator that yields Rounds")
-        return self._returning(schedule, cut, comm.size)
+        result = yield from schedule
+        if not isinstance(result, Reduction):
+            raise TypeError(f"{self.name} returned {type(result).__name__}, expected a Reduction(total, dropped)")
+        return Reduction(result.total, result.dropped if cut is None else add(result.dropped, cut), comm.size)
 
-    def _returning(self, schedule: Schedule[Reduction], cut: SparseVector | None, size: int) -> Schedule[Reduction]:
-        reduction = yield from schedule
-        if not isinstance(reduction, Reduction):
-            raise TypeError(f"{self.name} returned {type(reduction).__name__}, expected a Reduction(total, dropped)")
-        return Reduction(reduction.total, reduction.dropped if cut is None else add(reduction.dropped, cut), size)
-
+    @abstractmethod
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """Traffic of a rank in a call without a state: the exact expression, or where not `exact` its bound.
 
@@ -115,7 +112,6 @@ class Algorithm:
             numel: n.
             dtype: Of the gradient.
         """
-        raise NotImplementedError
 
     def select(self, like: Tensor, rank: int, size: int, k: int, state: State | None) -> Selection:
         """The selection that the algorithm prescribes for its next call; changes no state.
@@ -133,7 +129,7 @@ class Algorithm:
         """The state before the first call; None for an algorithm that keeps none."""
         return None
 
-    def check_state(self, state: State) -> None:
+    def check_state(self, state: State) -> None:  # noqa: B027
         """A dict is a state of this algorithm.
 
         Args:
@@ -144,34 +140,15 @@ class Algorithm:
         """
 
     def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
-        """Traffic amid training, if every rank selects at random: the basis of predictions.
-
-        Args:
-            rank: This rank.
-            size: P.
-            k: The most entries that a rank contributes.
-            numel: n.
-            dtype: Of the gradient.
-        """
+        """Traffic amid training, if every rank selects at random: the basis of predictions. Arguments as of `sent`."""
         return self.sent(rank, size, k, numel, dtype)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
-        """Entries that a rank merges; unless an algorithm says: as many as it sends, and its own.
-
-        Args:
-            rank: This rank.
-            size: P, 2 or more.
-            k: The most entries that a rank contributes.
-            numel: n.
-        """
+        """Entries that a rank of 2 or more merges; unless an algorithm says: as many as it sends, and its own."""
         return k + self.sent(rank, size, k, numel, torch.float32).nbytes // (wire_nbytes(1) - HEADER_BYTES)
 
     def variants(self, size: int) -> Sequence[Mapping[str, Any]]:
-        """Options among which predictions look for the best.
-
-        Args:
-            size: P.
-        """
+        """Options among which predictions look for the best on so many ranks."""
         del size
         return [{}]
 
@@ -190,18 +167,19 @@ class Algorithm:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "wire"}
 
     @property
+    def prescribes(self) -> bool:
+        """Whether it has a `select` of its own."""
+        return type(self).select is not Algorithm.select
+
+    @property
     def settings(self) -> list[str]:
         """The options as text, which all ranks must share."""
         return [f"{key}={value}" for key, value in self.options.items()]
 
     def facts(self, *what: str) -> str:
-        """All that ranks must share, as text.
-
-        Args:
-            what: Of the call.
-        """
-        in_fewer_bytes = [f"wire={self.wire.name}"] if self.wire is not RAW else []
-        return f"{self.name}({', '.join([*what, *self.settings, *in_fewer_bytes])})"
+        """All that ranks must share, as text: of the call, the options, and a wire of fewer bytes."""
+        wire = [f"wire={self.wire.name}"] if self.wire is not RAW else []
+        return f"{self.name}({', '.join([*what, *self.settings, *wire])})"
 
     def given(self, options: Mapping[str, Any] | None) -> Self:
         """The same algorithm with these options, in the types of their defaults.
@@ -233,3 +211,20 @@ def _like(default: Any, value: Any, key: str) -> Any:
     if isinstance(default, (str, bool)) and not isinstance(value, type(default)):
         raise TypeError(f"{key} is {value!r}, expected a {type(default).__name__}, as {default!r}, the default")
     return value
+
+
+def check_values(state: State, fits: Mapping[str, Callable[[Any], bool]]) -> None:
+    """Raises ValueError for a state of other keys than `fits`, or with a value that does not fit."""
+    if set(state) != set(fits):
+        raise ValueError(
+            f"the state has the keys {sorted(map(str, state))}, expected {sorted(fits)}: it is another algorithm's, or "
+            "another version's; begin with the initial_state() of this one"
+        )
+    for key, fit in fits.items():
+        if not fit(state[key]):
+            raise ValueError(f"the state's {key} is {state[key]!r}, which no call leaves behind: it was damaged")
+
+
+def is_count(value: Any) -> bool:
+    """An integer from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

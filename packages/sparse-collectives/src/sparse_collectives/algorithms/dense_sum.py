@@ -10,10 +10,9 @@ import torch
 from communicators import Schedule, schedules
 from sparse_compress import SparseVector, topk
 
-from sparse_collectives.algorithm import Algorithm, Array
+from sparse_collectives.algorithm import Algorithm, Array, State
 from sparse_collectives.algorithms.reference import cut
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic
 
 

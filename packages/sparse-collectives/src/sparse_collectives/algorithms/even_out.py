@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import torch
 from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add, vectors
 
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import RAW, Wire, blame_rank, join_in_order, joined
 
 
@@ -64,3 +66,15 @@ def shifts(counts: Sequence[int], rank: int) -> dict[int, slice]:
     edges = pairwise(accumulate(even_counts(sum(counts), len(counts)), initial=0))
     runs = {to: slice(max(low, begin) - begin, min(high, end) - begin) for to, (low, high) in enumerate(edges)}
     return {to: run for to, run in runs.items() if run.start < run.stop}
+
+
+def gather_evenly_sent(rank: int, dtype: torch.dtype, counts: Sequence[int], numel: int, wire: Wire) -> Traffic:
+    """Traffic of `gather_evenly`: evening out, where it is needed, in one round; then Bruck."""
+    moved = Traffic(0, 0, 0)
+    if is_uneven(counts):
+        gives = [run.stop - run.start for to, run in shifts(counts, rank).items() if to != rank]
+        takes = any(rank in shifts(counts, other) for other in range(len(counts)) if other != rank)
+        nbytes = sum(wire.block_nbytes(entries, numel, dtype) for entries in gives)
+        moved = Traffic.of_bodies(nbytes, len(gives), int(takes or bool(gives)))
+        counts = even_counts(sum(counts), len(counts))
+    return Traffic.total(moved, Traffic.allgather([wire.block_nbytes(n, numel, dtype) for n in counts], rank))

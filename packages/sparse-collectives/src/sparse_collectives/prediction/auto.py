@@ -10,12 +10,15 @@ import torch
 from communicators import Communicator, as_communicator
 from sparse_compress import SparseVector
 
+from sparse_collectives.algorithm import State
 from sparse_collectives.algorithms.table import ALGORITHMS
 from sparse_collectives.prediction.calibration import agreed, measure_handling, measure_traffic
 from sparse_collectives.prediction.cost import Handling, Prediction, fastest_first, predict_variants
 from sparse_collectives.prediction.plain_table import amount, milliseconds, table
-from sparse_collectives.state import State
 from sparse_collectives.wire import DENSE_WIRES, wire_named
+
+CHOSEN = {"algorithm", "options", "wire", "state", "table"}
+"""Keys of a choice that "auto" remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,10 @@ def remembered(
         raise ValueError(f'algorithm="auto" chooses options too, but {dict(options)} was given: name their algorithm')
     if state is None:
         raise ValueError('algorithm="auto" measures once and remembers: give a state, {} at first, to all such calls')
+    known = [choice for choice in state.values() if isinstance(choice, dict) and set(choice) == CHOSEN]
+    if len(known) < len(state) or not all(isinstance(choice["algorithm"], str) for choice in known):
+        keys = sorted(map(str, state))
+        raise ValueError(f'this is the state of another algorithm than "auto", with the keys {keys}: give {{}}')
     key = f"numel={sparse.numel}, {sparse.dtype}, k={k}, wire={wire}, {comm.size} ranks"
     if key not in state:
         choice = choose(
