@@ -1,21 +1,19 @@
-"""A sparse allreduce: its schedule, its options, and what the rest of the package asks of it."""
+"""A sparse allreduce: its schedule, its options, what it returns, and what it sends."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
-from communicators import Communicator, Schedule
+from communicators import SLOT_BYTES, Communicator, Schedule, schedules
 from numpy.typing import NDArray
-from sparse_compress import HEADER_BYTES, Selection, SparseVector, add, arguments, merge, wire_nbytes
+from sparse_compress import Selection, SparseVector, add, arguments, merge
 from torch import Tensor
 
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import RAW, Wire
 
 Array: TypeAlias = NDArray[np.floating[Any]]
@@ -25,6 +23,111 @@ State: TypeAlias = dict[str, Any]
 
 One state serves one call at a time: the next call begins when the last has ended.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Result of a sparse allreduce. Over all ranks, inputs = total + dropped, so nothing is lost.
+
+    Attributes:
+        total: The agreed sum, the same bits on every rank.
+        dropped: The part that this rank must add to its residual, in units of the sum; differs between ranks.
+        size: Number of ranks in the sum. `sparse_allreduce` sets it; an algorithm leaves it out.
+    """
+
+    total: SparseVector
+    dropped: SparseVector
+    size: int | None = None
+
+    def mean(self, out: Tensor | None = None) -> Tensor:
+        """The mean over ranks as a dense tensor: total / size, in one pass over ``out``, which may be the gradient.
+
+        Args:
+            out: numel elements of the total's dtype and device, of any shape; contiguous. Default: a new tensor, flat.
+
+        Raises:
+            ValueError: ``out`` does not fit, or the size is not known.
+        """
+        if self.size is None:
+            raise ValueError("a mean is over size ranks, which a schedule's own Reduction does not know: give size=")
+        if out is None:
+            out = torch.empty(self.total.numel, dtype=self.total.dtype, device=self.total.device)
+        return self.total.put(out, divisor=self.size)
+
+
+class Traffic(NamedTuple):
+    """Traffic of a rank in one collective.
+
+    Attributes:
+        nbytes: Bytes sent, headers included.
+        messages: Messages sent.
+        rounds: Rounds that the rank takes part in.
+    """
+
+    nbytes: int
+    messages: int
+    rounds: int
+
+    @classmethod
+    def of_bodies(cls, nbytes: int, messages: int, rounds: int) -> Traffic:
+        """Traffic of messages whose bodies have so many bytes together; each travels behind a slot.
+
+        Args:
+            nbytes: Bytes of all bodies.
+            messages: Messages sent.
+            rounds: Rounds that the rank takes part in.
+        """
+        return cls(nbytes + messages * SLOT_BYTES, messages, rounds)
+
+    @classmethod
+    def total(cls, *parts: Traffic) -> Traffic:
+        """Traffic of several collectives, one after the other.
+
+        Args:
+            *parts: Traffic of each.
+        """
+        return cls(*(sum(column) for column in zip(*parts, strict=True)))
+
+    @classmethod
+    def allgather(cls, nbytes: Sequence[int], rank: int) -> Traffic:
+        """Bruck's all-gather of one block a rank: ⌈log P⌉ messages.
+
+        With distance D = 1, 2, 4, … a rank hands on the min(D, P − D) blocks from its own on.
+
+        Args:
+            nbytes: Bytes of each rank's block.
+            rank: This rank.
+        """
+        size = len(nbytes)
+        onwards = [*nbytes[rank:], *nbytes[:rank]]
+        sent = [sum(onwards[: min(distance, size - distance)]) for distance in schedules.powers_of_two(below=size)]
+        return cls.of_bodies(sum(sent), len(sent), len(sent))
+
+    @classmethod
+    def allreduce(cls, nbytes: int, rank: int, size: int, itemsize: int = 1) -> Traffic:
+        """Halving-doubling sum, split evenly among Q ranks, the largest power of two in P.
+
+        What is given away of ever shorter spans, then the spans that are kept, in 2 log Q messages: 2·(Q − 1)/Q of the
+        bytes where Q divides them; all of them once more from a rank with a folded partner, whose own message is its
+        only one.
+
+        Args:
+            nbytes: Bytes of the tensor.
+            rank: This rank.
+            size: P.
+            itemsize: Bytes of an element.
+        """
+        group = schedules.largest_power_of_two(size)
+        if rank >= group:
+            return cls.of_bodies(nbytes, 1, 2)
+        low, high, kept = 0, nbytes // itemsize, 0
+        for distance in list(schedules.powers_of_two(below=group))[::-1]:
+            middle = (low + high) // 2
+            low, high = (middle, high) if rank & distance else (low, middle)
+            kept += itemsize * (high - low)
+        levels, has_partner = group.bit_length() - 1, rank + group < size
+        sent = nbytes - itemsize * (high - low) + kept + has_partner * nbytes
+        return cls.of_bodies(sent, 2 * levels + has_partner, 2 * levels + 2 * has_partner)
 
 
 @dataclass(frozen=True)
@@ -45,6 +148,7 @@ class Algorithm(ABC):
         takes_wire: Whether `schedule` and `sent` heed `wire`; others are for "fp32" only.
         exact: Whether `sent` is what a call sends, not only its bound.
         selects: Whether entries of a gradient are selected before it is sent; always so in one's own.
+        prescribes: Whether it has a `select` of its own; set by itself.
         wire: How vectors travel; set by who resolves a user's settings.
     """
 
@@ -52,7 +156,12 @@ class Algorithm(ABC):
     takes_wire: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     selects: ClassVar[bool] = True
+    prescribes: ClassVar[bool] = False
     wire: Wire = field(default=RAW, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.prescribes = cls.select is not Algorithm.select
 
     def check(self, size: int) -> None:  # noqa: B027 - most have nothing to check
         """Checks that the options fit the number of ranks.
@@ -144,8 +253,8 @@ class Algorithm(ABC):
         return self.sent(rank, size, k, numel, dtype)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
-        """Entries that a rank of 2 or more merges; unless an algorithm says: as many as it sends, and its own."""
-        return k + self.sent(rank, size, k, numel, torch.float32).nbytes // (wire_nbytes(1) - HEADER_BYTES)
+        """Entries that a rank of 2 or more merges; unless an algorithm says: a P-th of all, in each level of a tree."""
+        return min(k, numel) * (size - 1).bit_length()
 
     def variants(self, size: int) -> Sequence[Mapping[str, Any]]:
         """Options among which predictions look for the best on so many ranks."""
@@ -165,11 +274,6 @@ class Algorithm(ABC):
     def options(self) -> dict[str, Any]:
         """Its own settings."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "wire"}
-
-    @property
-    def prescribes(self) -> bool:
-        """Whether it has a `select` of its own."""
-        return type(self).select is not Algorithm.select
 
     @property
     def settings(self) -> list[str]:

@@ -8,10 +8,9 @@ from typing import Any, TypedDict, Unpack
 from communicators import Communicator, Schedule, Work, as_communicator, run, start
 from sparse_compress import SparseVector, arguments
 
-from sparse_collectives.algorithm import Algorithm, State
+from sparse_collectives.algorithm import Algorithm, Reduction, State
 from sparse_collectives.algorithms.table import AUTO, resolve
 from sparse_collectives.prediction.auto import remembered
-from sparse_collectives.reduction import Reduction
 
 
 class CallSettings(TypedDict, total=False):

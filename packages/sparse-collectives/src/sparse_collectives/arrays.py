@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from sparse_compress import SparseVector, arguments, topk
 from torch import Tensor
 
+from sparse_collectives.algorithm import Reduction
 from sparse_collectives.algorithms.table import AUTO, resolve
 from sparse_collectives.allreduce import CallSettings, resolved
-from sparse_collectives.reduction import Reduction
 
 Array = TypeVar("Array", Tensor, NDArray[np.floating])
-FLOATS = (np.float16, np.float32, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ def _flat_of(array: Tensor | NDArray[np.floating]) -> Tensor:
 def _from_numpy(array: NDArray[np.floating]) -> Tensor:
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("a masked array was given, whose mask would be ignored: use .filled(0), or .data for all of it")
-    if not any(array.dtype == known for known in FLOATS):
+    if array.dtype not in (np.float16, np.float32, np.float64):
         raise TypeError(
             f"the array has dtype {array.dtype}, expected float16, float32 or float64 in this machine's byte order"
         )

@@ -19,10 +19,9 @@ from communicators import Communicator, Round, Schedule, SimulatedWorld, run, te
 from sparse_compress import SparseVector, topk
 from torch import Tensor
 
-from sparse_collectives.algorithm import Algorithm, State
+from sparse_collectives.algorithm import Algorithm, Reduction, State
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.allreduce import sparse_allreduce
-from sparse_collectives.reduction import Reduction
 from sparse_collectives.wire import WIRES
 
 SIZES = (1, 2, 3, 5, 8)
@@ -132,8 +131,7 @@ def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[
     ]
     random.Random(0).shuffle(every)
     seen: set[object] = set()
-    new: list[tuple[int, str, int, int]] = []
-    rest: list[tuple[int, str, int, int]] = []
+    new, rest = list[tuple[int, str, int, int]](), list[tuple[int, str, int, int]]()
     for size, wire, numel, k in every:
         brings = {size, wire, (numel, k)}
         (rest if brings <= seen else new).append((size, wire, numel, k))

@@ -9,8 +9,7 @@ import torch
 from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add, vectors
 
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.traffic import Traffic
+from sparse_collectives.algorithm import Reduction, Traffic
 from sparse_collectives.wire import RAW, Wire, blame_rank, join_in_order, joined
 
 
@@ -19,17 +18,17 @@ def gather_evenly(
 ) -> Schedule[Reduction]:
     """The entries of all ranks, whose indices increase from rank to rank; dropped: what the wire has rounded off here.
 
-    counts: of all ranks' entries, known everywhere. Bruck's all-gather hands a rank's own entries on log P times, so
-    a rank with more than twice the mean first gives some to the others (see `shifts`).
+    counts: of all ranks. Bruck's all-gather hands a rank's own entries on log P times, so a rank with more than twice
+    the mean first gives some to the others (see `shifts`).
     """
-    span = (0, mine.numel)
     mine, dropped = wire.rounded(mine)
     if is_uneven(counts):
         mine, rest = wire.rounded((yield from _even_out(mine, counts, rank, size, wire)))  # int8 scales may differ
         dropped, counts = add(dropped, rest), even_counts(sum(counts), size)
     nbytes = [wire.block_nbytes(count, mine.numel, mine.dtype) for count in counts]
-    blocks = yield from schedules.allgather_blocks(wire.block(mine, span), nbytes, rank, size)
-    return Reduction(joined(wire, blocks, [span] * size, counts, mine, range(size)), dropped)
+    spans = [(0, mine.numel)] * size
+    blocks = yield from schedules.allgather_blocks(wire.block(mine, spans[rank]), nbytes, rank, size)
+    return Reduction(joined(wire, blocks, spans, counts, mine, range(size)), dropped)
 
 
 def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire) -> Schedule[SparseVector]:

@@ -9,10 +9,8 @@ import torch
 from communicators import Received, Round, Schedule, schedules
 from sparse_compress import SparseVector, add_all, merge, share
 
-from sparse_collectives.algorithm import Algorithm, Array, State
+from sparse_collectives.algorithm import Algorithm, Array, Reduction, State, Traffic
 from sparse_collectives.algorithms.reference import cut
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import blame_rank
 
 
@@ -88,8 +86,7 @@ class GTopK(Algorithm):
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """Two vectors for each merge of this rank."""
         group = schedules.largest_power_of_two(size)
-        levels = group.bit_length() - 1
-        return 0 if rank >= group else 2 * min(k, numel) * (levels + (rank + group < size))
+        return 0 if rank >= group else 2 * min(k, numel) * (group.bit_length() - 1 + (rank + group < size))
 
     def reference(self, inputs: Sequence[Array], k: int) -> Array:
         """Ranks beyond the power of two are folded in, then neighbouring groups are merged until one is left."""

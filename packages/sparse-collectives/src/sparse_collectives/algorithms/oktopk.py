@@ -9,26 +9,14 @@ from typing import Any
 
 import torch
 from communicators import Schedule, schedules
-from sparse_compress import (
-    Largest,
-    Reaching,
-    Selection,
-    SparseVector,
-    add_all,
-    all_finite,
-    magnitude_keys,
-    union_of,
-    vectors,
-)
+from sparse_compress import Largest, Reaching, SparseVector, add_all, all_finite, magnitude_keys, union_of, vectors
 from torch import Tensor
 
-from sparse_collectives.algorithm import Algorithm, Array, State, check_values, is_count
+from sparse_collectives.algorithm import Algorithm, Array, Reduction, State, Traffic, check_values, is_count
 from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, gather_evenly_sent
 from sparse_collectives.algorithms.kth_largest import kth_largest, kth_largest_sent, sample_count
 from sparse_collectives.algorithms.reference import cut, sum_of_selections
 from sparse_collectives.algorithms.topk_dsa import split
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import RAW, InvalidMessageError, Wire, blame_rank
 
 SPAN = 1.5  # measured in training with random gradients, P = 2 … 16: 1.2 to 1.5
@@ -98,7 +86,7 @@ class OkTopk(Algorithm):
             state.update(known, step=known["step"] + 1, of=of)
         return Reduction(total, add_all([vectors.without(own, total), dropped, gathered.dropped]))
 
-    def select(self, like: Tensor, rank: int, size: int, k: int, state: State | None) -> Selection:
+    def select(self, like: Tensor, rank: int, size: int, k: int, state: State | None) -> Largest | Reaching:
         """The entries that reach the local threshold, at most k; the k largest where it is to be estimated."""
         numel = like.numel()
         known = state is not None and state["of"] == _of(numel, torch.promote_types(like.dtype, torch.float32), size, k)
@@ -119,24 +107,19 @@ class OkTopk(Algorithm):
 
     def check_state(self, state: State) -> None:
         of = state.get("of")
-        check_values(
-            state,
-            {
-                "step": is_count,
-                "local": is_count,
-                "threshold": is_count,
-                "of": lambda of: of is None or _is_of(of),
-                "boundaries": lambda edges: isinstance(edges, list) and (of is None or _are_edges(edges, of[2], of[1])),
-            },
-        )
+        fits = {
+            **dict.fromkeys(("step", "local", "threshold"), is_count),
+            "of": lambda of: of is None or _is_of(of),
+            "boundaries": lambda edges: isinstance(edges, list) and (of is None or _are_edges(edges, of[2], of[1])),
+        }
+        check_values(state, fits)
 
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """The most that a first call sends; later ones, that agree on no regions, send less.
 
         Entries: k in the split, k in evening out, (P − 1)·⌈k/P⌉ in the gather, so 6k elements where P divides k.
         Besides: one sum of the boundaries; with S = ⌊√2k⌋ + 1 keys of 4 bytes (float64: 8), (P − 1)·S as samples, and
-        at most P·S between two of them, which Bruck hands on ⌈log P⌉ times if they are one rank's; 4 numbers a rank,
-        and the slots.
+        at most P·S between two of them, handed on ⌈log P⌉ times if they are one rank's; 4 numbers a rank, the slots.
         """
         if size == 1:
             return Traffic(0, 0, 0)
@@ -157,10 +140,6 @@ class OkTopk(Algorithm):
         k = min(k, numel)
         even, spans = even_counts(k, size), [round(SPAN * (-(-k // sample_count(k)) - 1))] * size
         return oktopk_traffic(rank, k, dtype, even, spans, even, _even(numel, size), False, self.wire)
-
-    def merged(self, rank: int, size: int, k: int, numel: int) -> int:
-        """Its region's share of all ranks' entries, where regions are balanced."""
-        return min(k, numel) * (size - 1).bit_length()
 
     def reference(self, inputs: Sequence[Array], k: int) -> Array:
         """The k largest entries of the sum of all selections, because a first call estimates a new threshold."""

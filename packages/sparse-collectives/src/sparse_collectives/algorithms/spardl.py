@@ -12,12 +12,10 @@ from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import LargestOfBlocks, Selection, SparseVector, add_all, all_finite, merge, share, vectors
 from torch import Tensor
 
-from sparse_collectives.algorithm import Algorithm, Array, State, check_values, is_count
+from sparse_collectives.algorithm import Algorithm, Array, Reduction, State, Traffic, check_values, is_count
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.reference import cut, tree
 from sparse_collectives.algorithms.spardl_blocks import Blocks, block_budgets
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import InvalidMessageError, Wire, blame_rank, joined
 
 T = TypeVar("T")
@@ -80,25 +78,21 @@ class SparDL(Algorithm):
         if entries != before and not bool(all_finite(total.values)):  # alike on all ranks
             entries = before
         state.update(step=state["step"] + 1, entries=entries, of=settings)
-        return Reduction(total, blocks.dropped())
+        return Reduction(total, add_all(blocks.cuts))
 
     def _combine(self, blocks: Blocks, b: int, team: int, before: int | None) -> Schedule[int | None]:
-        """Makes block b, which every team has summed by itself, the same in all teams (Spar-All-Gather); peers: teams.
+        """Makes block b the same in all teams, which are the peers (Spar-All-Gather); returns B-SAG's next h.
 
         R-SAG: recursive doubling with a cut after every merge, which is gTop-k on the block. B-SAG: see `b_sag`.
-        before: B-SAG's h, as the last call left it. Returns the next one, None for R-SAG.
         """
         (low, high), budget, entries = blocks.bounds[b], blocks.budgets[b], None
         block = vectors.of_entries(blocks.kept.indices - low, blocks.kept.values, high - low)
         if self._is_recursive:
             reduction = yield from GTopK(wire=self.wire).schedule(block, team, self.teams, budget)
         else:
-            h = _sent_entries(before, budget, self.teams)
-            reduction, entries = yield from b_sag(block, team, self.teams, budget, h, self.wire)
-        blocks.kept, dropped = (
-            vectors.of_entries(v.indices + low, v.values, blocks.kept.numel)
-            for v in (reduction.total, reduction.dropped)
-        )
+            reduction, entries = yield from b_sag(block, team, self.teams, budget, before, self.wire)
+        parts = (reduction.total, reduction.dropped)
+        blocks.kept, dropped = (vectors.of_entries(v.indices + low, v.values, blocks.kept.numel) for v in parts)
         blocks.cuts.append(dropped)
         return entries
 
@@ -146,8 +140,6 @@ class SparDL(Algorithm):
         given = [wire.block_nbytes(sum(onwards[d:held]), numel, dtype) for d, held in _hops(ranks)]
         scatter = Traffic.of_bodies(sum(given), len(given), len(given))
         gather = Traffic.allgather(_sizes(bounds, budgets, dtype, wire), position)
-        if self.teams == 1:
-            return Traffic.total(scatter, gather)
         budget, length = budgets[position], bounds[position][1] - bounds[position][0]
         if self._is_recursive:
             between = GTopK(wire=wire).sent(team, self.teams, budget, length, dtype)
@@ -158,8 +150,7 @@ class SparDL(Algorithm):
 
     def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """A call where the teams select unlike entries, so that B-SAG's h has come down to ⌈B/d⌉."""
-        adapted = {"step": 0, "entries": LEAST, "of": [k, size, self.teams]}
-        return self.sent(rank, size, k, numel, dtype, state=adapted)
+        return self.sent(rank, size, k, numel, dtype, state={"step": 0, "entries": LEAST, "of": [k, size, self.teams]})
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """Two blocks for each addition of this rank, and those between teams, typically."""
@@ -168,8 +159,6 @@ class SparDL(Algorithm):
         budgets = block_budgets(k, numel, ranks, 0)
         onwards = budgets[position:] + budgets[:position]
         merged = 2 * sum(sum(onwards[: held - distance]) for distance, held in _hops(ranks))
-        if teams == 1:
-            return merged
         if self._is_recursive:
             return merged + GTopK().merged(team, teams, onwards[0], numel)
         return merged + teams * _sent_entries(LEAST, onwards[0], teams) * (teams - 1).bit_length()
@@ -222,15 +211,17 @@ def spar_reduce_scatter(blocks: Blocks, rank: int, size: int) -> Schedule[None]:
 
 
 def b_sag(
-    block: SparseVector, team: int, teams: int, budget: int, h: int, wire: Wire
+    block: SparseVector, team: int, teams: int, budget: int, before: int | None, wire: Wire
 ) -> Schedule[tuple[Reduction, int]]:
     """The block's h largest entries of every team, gathered, added (`add_all`), and cut once; any number of teams.
 
-    What a team cuts before the gather it keeps; entry i of the common cut is kept by team i mod d.
+    What a team cuts before the gather it keeps; entry i of the common cut is kept by team i mod d. before: h as the
+    last call left it.
     Returns the reduction and the next h: the gathered union should just fill the budget B, so with L entries in it,
     h ← min(B, max(⌈B/d⌉, ⌊h·B/L⌋)), the same in all teams.
     """
     nothing = SparseVector.empty(block.numel, block.dtype, device=block.device)
+    h = _sent_entries(before, budget, teams)
     given, dropped = merge(block, nothing, h)
     given, rest = wire.rounded(given)
     span, nbytes = (0, block.numel), [wire.block_nbytes(h, block.numel, block.dtype)] * teams

@@ -10,10 +10,8 @@ from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add, union_of, vectors
 from torch import Tensor
 
-from sparse_collectives.algorithm import Algorithm, Array, State
+from sparse_collectives.algorithm import Algorithm, Array, Reduction, State, Traffic
 from sparse_collectives.algorithms.reference import sum_of_selections
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import RAW, InvalidMessageError, Span, Wire, blame_rank
 
 
@@ -66,11 +64,7 @@ class TopKDSA(Algorithm):
         k = min(k, numel)
         union = round(numel * (1 - (1 - k / numel) ** size))
         spread = [[high - low for low, high in schedules.block_bounds(entries, size)] for entries in (k, union)]
-        return topk_dsa_traffic(rank, size, numel, dtype, *spread, wire=self.wire)
-
-    def merged(self, rank: int, size: int, k: int, numel: int) -> int:
-        """Its block's share of all ranks' entries, where selections spread evenly."""
-        return min(k, numel) * (size - 1).bit_length()
+        return topk_dsa_traffic(rank, size, numel, dtype, spread[0], spread[1], self.wire)
 
     def reference(self, inputs: Sequence[Array], k: int) -> Array:
         return sum_of_selections(inputs, k)
@@ -125,14 +119,7 @@ def _gather(block: Tensor, most: Sequence[int], rank: int, size: int) -> Schedul
 
 
 def topk_dsa_traffic(
-    rank: int,
-    size: int,
-    numel: int,
-    dtype: torch.dtype,
-    given: Sequence[int],
-    summed: Sequence[int],
-    *,
-    wire: Wire = RAW,
+    rank: int, size: int, numel: int, dtype: torch.dtype, given: Sequence[int], summed: Sequence[int], wire: Wire = RAW
 ) -> Traffic:
     """Exact traffic of a rank. given: its entries in each block; summed: entries of each block's sum.
 

@@ -41,15 +41,9 @@ class Choice:
 
     def __str__(self) -> str:
         header = ("algorithm", "sent", "rounds", "compression", "network", "merging", "ms")
-        rows = [
-            (
-                p.name,
-                amount(p.nbytes),
-                str(p.rounds),
-                *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, p.seconds)),
-            )
-            for p in self.predictions
-        ]
+        seconds = [(p.compression, p.latency + p.transfer, p.merging, p.seconds) for p in self.predictions]
+        begins = [(p.name, amount(p.nbytes), str(p.rounds)) for p in self.predictions]
+        rows = [(*begin, *map(milliseconds, times)) for begin, times in zip(begins, seconds, strict=True)]
         return f"{table(header, rows)}\n{self.reason}"
 
 
@@ -102,12 +96,7 @@ def choose(
 
 
 def remembered(
-    state: State | None,
-    sparse: SparseVector,
-    comm: Communicator,
-    k: int,
-    wire: str,
-    options: Mapping[str, Any] | None,
+    state: State | None, sparse: SparseVector, comm: Communicator, k: int, wire: str, options: Mapping[str, Any] | None
 ) -> tuple[str, Mapping[str, Any], State | None, str]:
     """The algorithm for such calls, its settings, own state and wire, out of "auto"'s state, where the first puts it.
 

@@ -11,19 +11,7 @@ from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import torch
-from communicators import (
-    SLOT_BYTES,
-    Communicator,
-    Link,
-    Payload,
-    Received,
-    Round,
-    Schedule,
-    allgather,
-    barrier,
-    run,
-    schedules,
-)
+from communicators import SLOT_BYTES, Communicator, Link, Payload, Round, Schedule, allgather, barrier, run, schedules
 from sparse_compress import ErrorFeedback, Largest, SparseVector, TopK
 from torch import Tensor
 
@@ -72,8 +60,16 @@ def measure_handling(
     k = compressor.entries(gradient.numel())
 
     def compressing(select: Callable[[Tensor], SparseVector] | None) -> float:
-        handle = _feedback_step(gradient, compressor, select, size)
-        return seconds_of(handle, comm, device, repeats) / gradient.numel()
+        """Seconds per element of a step besides the exchange: select, take back what was dropped, write the mean."""
+        feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
+        nothing = SparseVector.empty(gradient.numel(), gradient.dtype, device=device)
+
+        def step() -> None:
+            sparse = feedback.compress("gradient", gradient, select=select)
+            feedback.restore("gradient", nothing)
+            sparse.put(mean, divisor=size)
+
+        return seconds_of(step, comm, device, repeats) / gradient.numel()
 
     prescribed = {
         name: compressing(entry.select(gradient, comm.rank, size, k, entry.initial_state()))
@@ -94,12 +90,8 @@ def agreed(handling: Handling, comm: Communicator) -> Handling:
     """The slowest rank's costs. All ranks give the same names, in any order."""
     prescribed, merge = sorted(handling.prescribed), sorted(handling.merge)
     own = [handling.compress, *(handling.prescribed[n] for n in prescribed), *(handling.merge[n] for n in merge)]
-    compress, *by_name = slowest(own, comm)
-    return Handling(
-        compress,
-        dict(zip(prescribed, by_name, strict=False)),
-        dict(zip(merge, by_name[len(prescribed) :], strict=True)),
-    )
+    costs = iter(slowest(own, comm))
+    return Handling(next(costs), {name: next(costs) for name in prescribed}, {name: next(costs) for name in merge})
 
 
 def slowest(values: list[float], comm: Communicator) -> list[float]:
@@ -141,21 +133,6 @@ def _clock(comm: Communicator, device: torch.device) -> Callable[[], float]:
     return read
 
 
-def _feedback_step(
-    gradient: Tensor, compressor: TopK, select: Callable[[Tensor], SparseVector] | None, size: int
-) -> Callable[[], object]:
-    """Work of a step besides the exchange: select, take back what was dropped, write the mean."""
-    feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
-    nothing = SparseVector.empty(gradient.numel(), gradient.dtype, device=gradient.device)
-
-    def step() -> None:
-        sparse = feedback.compress("gradient", gradient, select=select)
-        feedback.restore("gradient", nothing)
-        sparse.put(mean, divisor=size)
-
-    return step
-
-
 def _merging(algorithm: str, wire: str, gradients: list[Tensor], k: int, comm: Communicator, repeats: int) -> float:
     """Seconds per entry that the algorithm merges: what rank 0 of 2 computes in a call amid training.
 
@@ -188,15 +165,14 @@ def _seconds_of_first(
         to_me, to_them = _delivered(back, to=0), _delivered(sent, to=1)
 
 
-def _step(schedule: Generator[Any, Any, Any], received: Received | None) -> Round | None:
+def _step(schedule: Generator[Any, Any, Any], received: dict[int, Payload] | None) -> Any:
     try:
-        action: Round = schedule.send(received)
-        return action
+        return schedule.send(received)
     except StopIteration:
         return None
 
 
-def _delivered(sent: Round, to: int) -> Received:
+def _delivered(sent: Round, to: int) -> dict[int, Payload]:
     return {1 - to: sent.sends[to].clone()} if to in sent.sends else {}
 
 
