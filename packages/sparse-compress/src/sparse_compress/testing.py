@@ -43,7 +43,7 @@ def _check_sent(compressor: Compressor, x: Tensor) -> None:
     assert torch.equal(x, before), f"{whose}: the tensor was changed"
     assert len(sparse) <= most <= x.numel(), f"{whose}: sends {len(sparse)}, but entries() says at most {most}"
     assert len(sparse) or not x.any(), f"{whose}: sends nothing, though not all are zero"
-    assert torch.equal(sparse.indices, torch.unique(sparse.indices)), f"{whose}: indices do not increase: {sparse.indices}"
+    assert torch.equal(sparse.indices, torch.unique(sparse.indices)), f"{whose}: {sparse.indices} do not increase"
     right = getattr(compressor, "unbiased", False) or torch.equal(sparse.values, x[sparse.indices.long()])
     assert right, f"{whose}: values are not those of the tensor: {sparse.values}"
 
