@@ -138,8 +138,8 @@ def test_torch_may_set_what_it_needs():
     optimizer.grad_scale = None
 
 
-def test_what_was_resolved_before_is_of_the_entry_as_it_is_now():
-    assert resolve("gtopk", size=2, wire="bf16") is resolve("gtopk", size=2, wire="bf16")
+def test_what_is_resolved_is_of_the_entry_as_it_is_now():
+    assert resolve("gtopk", size=2, wire="bf16") == resolve("gtopk", size=2, wire="bf16")
     other = type("Other", (GTopK,), {})()
     with patch.dict(ALGORITHMS, {"gtopk": other}):  # puts the table's order back too, which messages go by
         assert resolve("gtopk", size=2) is other

@@ -4,7 +4,7 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld, run
 from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_collectives.algorithms import replicated, spardl_blocks
+from sparse_collectives.algorithms import gtopk, spardl_blocks
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.algorithms.topk_dsa import TopKDSA
 from sparse_collectives.prediction.cost import (
@@ -104,7 +104,7 @@ def test_merged_entries_are_those_that_are_merged(name, options, size, monkeypat
     """Of all ranks together: both vectors of each merge, and of SparDL's blocks twice those that come."""
     if size % options.get("teams", 1):
         return
-    counted, merge, merge_to_budgets = [], replicated.merge, spardl_blocks.merge_to_budgets
+    counted, merge, merge_to_budgets = [], gtopk.merge, spardl_blocks.merge_to_budgets
 
     def counting(a, b, k):
         counted.append(len(a) + len(b))
@@ -114,7 +114,7 @@ def test_merged_entries_are_those_that_are_merged(name, options, size, monkeypat
         counted.append(2 * len(theirs))
         return merge_to_budgets(mine, theirs, *budgets)
 
-    monkeypatch.setattr(replicated, "merge", counting)
+    monkeypatch.setattr(gtopk, "merge", counting)
     monkeypatch.setattr(spardl_blocks, "merge_to_budgets", counting_blocks)
     entry = resolve(name, options, size=size)
     SimulatedWorld(size).run(

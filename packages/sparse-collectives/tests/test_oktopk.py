@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, is_uneven
 from sparse_collectives.algorithms.kth_largest import kth_largest, kth_largest_sent, sample_count
-from sparse_collectives.algorithms.oktopk import OkTopk
-from sparse_collectives.algorithms.oktopk_traffic import SPAN, oktopk_traffic
+from sparse_collectives.algorithms.oktopk import SPAN, OkTopk, oktopk_traffic
 from sparse_compress import SparseVector, spread_keys, topk
 
 OFTEN = {"thresholds_every": 2, "boundaries_every": 3}

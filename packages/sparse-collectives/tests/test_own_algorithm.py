@@ -186,10 +186,9 @@ class Unsent(Algorithm):
         (called("gtopk"), "fp32", ValueError, "'gtopk', which is another's"),
         (called("auto"), "fp32", ValueError, "'auto', which is another's"),
         (called("gtopk", GTopK, exact=False), "fp32", ValueError, "'gtopk', which is another's"),
-        (called(""), "fp32", ValueError, "no name"),
-        (called(3), "fp32", TypeError, "is 3, expected text"),
+        (called(""), "fp32", ValueError, "is '', expected text"),
+        (called(3), "fp32", ValueError, "is 3, expected text"),
         (called("whole", selects=False), "fp32", ValueError, "selects=False"),
-        (Unsent(), "fp32", TypeError, "Unsent has no sent"),
         (COUNTING, "bf16", ValueError, "counting sends values as they are"),
         (Counting, "fp32", TypeError, "the class Counting, expected one of it"),
         (Counting.schedule, "fp32", TypeError, "or an Algorithm of your own"),
@@ -204,6 +203,11 @@ def test_what_cannot_be_used(algorithm, wire, error, says):
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
     with pytest.raises(error, match=says):
         DistributedOptimizer(optimizer, inner.named_parameters(), comm=Alone(), algorithm=algorithm, wire=wire)
+
+
+def test_one_that_does_not_say_what_it_sends():
+    with pytest.raises(TypeError, match=r"Unsent .*sent"):
+        Unsent()
 
 
 @pytest.mark.parametrize("schedule", [lambda *given: None, lambda *given: iter([])])

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 from communicators import SimulatedWorld
-from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_collectives.algorithms.spardl_reference import spardl_reference
+from sparse_collectives import ALGORITHMS, SparDL, sparse_allreduce
 from sparse_compress import topk
 
 REFERENCES = {name: entry.reference for name, entry in ALGORITHMS.items()}
@@ -44,4 +43,4 @@ def test_spardl_in_teams(size, teams, sag):
     inputs = np.random.default_rng(size).integers(-4, 5, (size, 33)).astype(np.float32)
     for k in (1, 2, 7, 33):
         for total in reduce(inputs, k, "spardl", teams=teams, sag=sag):
-            np.testing.assert_array_equal(total, spardl_reference(inputs, k, teams=teams, sag=sag))
+            np.testing.assert_array_equal(total, SparDL(teams=teams, sag=sag).reference(inputs, k))

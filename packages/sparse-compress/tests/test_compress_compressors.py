@@ -25,6 +25,7 @@ from sparse_compress import (
     concatenate,
     topk,
 )
+from sparse_compress.testing import check_compressor_laws
 
 # A new compressor gets the laws by a line here: how to make it for n elements.
 COMPRESSORS = {
@@ -52,6 +53,40 @@ def test_every_compressor_is_under_the_laws():
     }
     protocols = {Compressor, StatefulCompressor}
     assert offered - protocols == {type(make(9)) for make in COMPRESSORS.values()}
+
+
+@every_compressor
+def test_the_laws_for_compressors_of_ones_own(make):
+    check_compressor_laws(make)
+
+
+class Doubling(TopK):
+    """Sends other values than those of the tensor."""
+
+    def __call__(self, tensor, **named):
+        return super().__call__(2 * tensor)
+
+
+class Blind(TopK):
+    """Makes 0 of what is not finite, and says that it finds it."""
+
+    def __call__(self, tensor, **named):
+        return super().__call__(tensor.nan_to_num(0, 0, 0))
+
+
+class Lavish(TopK):
+    """Sends more than it says."""
+
+    def __call__(self, tensor, **named):
+        return topk(tensor, self.entries(tensor.numel()) + 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"), [(Doubling(0.1), "values are not"), (Blind(0.1), "sends no NaN"), (Lavish(0.1), "at most 1")]
+)
+def test_the_laws_find_what_is_wrong(wrong, says):
+    with pytest.raises(AssertionError, match=says):
+        check_compressor_laws(lambda n: wrong)
 
 
 def bits(sparse):

@@ -1,6 +1,6 @@
 """Sparse allreduce for PyTorch: gTop-k and its relatives, as calls, with predictions and advice."""
 
-from sparse_collectives.algorithm import Algorithm, check_options
+from sparse_collectives.algorithm import Algorithm, Reduction, Traffic, check_options
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.oktopk import OkTopk
 from sparse_collectives.algorithms.spardl import SparDL
@@ -10,8 +10,6 @@ from sparse_collectives.algorithms.topk_dsa import TopKDSA
 from sparse_collectives.allreduce import sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.arrays import DenseReduction, sparse_allreduce_array, sparse_allreduce_array_async
 from sparse_collectives.prediction.auto import Choice, choose
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.version import __version__
 from sparse_collectives.wire import DENSE_WIRES, WIRES, Wire, blame_rank
 

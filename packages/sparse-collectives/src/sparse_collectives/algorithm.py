@@ -1,28 +1,137 @@
-"""A sparse allreduce: its schedule, its options, and what the rest of the package asks of it."""
+"""A sparse allreduce: its schedule, its options, what it returns, and what it sends."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
-from communicators import Communicator, Schedule
+from communicators import SLOT_BYTES, Communicator, Schedule, schedules
 from numpy.typing import NDArray
-from sparse_compress import HEADER_BYTES, Selection, SparseVector, add, arguments, merge, wire_nbytes
+from sparse_compress import Selection, SparseVector, add, arguments, merge
 from torch import Tensor
 
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import RAW, Wire
 
 Array: TypeAlias = NDArray[np.floating[Any]]
 
+State: TypeAlias = dict[str, Any]
+"""Plain values, lists and tensors that an algorithm keeps between calls; changed in place, when a call has succeeded.
+
+One state serves one call at a time: the next call begins when the last has ended.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Result of a sparse allreduce. Over all ranks, inputs = total + dropped, so nothing is lost.
+
+    Attributes:
+        total: The agreed sum, the same bits on every rank.
+        dropped: The part that this rank must add to its residual, in units of the sum; differs between ranks.
+        size: Number of ranks in the sum. `sparse_allreduce` sets it; an algorithm leaves it out.
+    """
+
+    total: SparseVector
+    dropped: SparseVector
+    size: int | None = None
+
+    def mean(self, out: Tensor | None = None) -> Tensor:
+        """The mean over ranks as a dense tensor: total / size, in one pass over ``out``, which may be the gradient.
+
+        Args:
+            out: numel elements of the total's dtype and device, of any shape; contiguous. Default: a new tensor, flat.
+
+        Raises:
+            ValueError: ``out`` does not fit, or the size is not known.
+        """
+        if self.size is None:
+            raise ValueError("a mean is over size ranks, which a schedule's own Reduction does not know: give size=")
+        if out is None:
+            out = torch.empty(self.total.numel, dtype=self.total.dtype, device=self.total.device)
+        return self.total.put(out, divisor=self.size)
+
+
+class Traffic(NamedTuple):
+    """Traffic of a rank in one collective.
+
+    Attributes:
+        nbytes: Bytes sent, headers included.
+        messages: Messages sent.
+        rounds: Rounds that the rank takes part in.
+    """
+
+    nbytes: int
+    messages: int
+    rounds: int
+
+    @classmethod
+    def of_bodies(cls, nbytes: int, messages: int, rounds: int) -> Traffic:
+        """Traffic of messages whose bodies have so many bytes together; each travels behind a slot.
+
+        Args:
+            nbytes: Bytes of all bodies.
+            messages: Messages sent.
+            rounds: Rounds that the rank takes part in.
+        """
+        return cls(nbytes + messages * SLOT_BYTES, messages, rounds)
+
+    @classmethod
+    def total(cls, *parts: Traffic) -> Traffic:
+        """Traffic of several collectives, one after the other.
+
+        Args:
+            *parts: Traffic of each.
+        """
+        return cls(*(sum(column) for column in zip(*parts, strict=True)))
+
+    @classmethod
+    def allgather(cls, nbytes: Sequence[int], rank: int) -> Traffic:
+        """Bruck's all-gather of one block a rank: ⌈log P⌉ messages.
+
+        With distance D = 1, 2, 4, … a rank hands on the min(D, P − D) blocks from its own on.
+
+        Args:
+            nbytes: Bytes of each rank's block.
+            rank: This rank.
+        """
+        size = len(nbytes)
+        onwards = [*nbytes[rank:], *nbytes[:rank]]
+        sent = [sum(onwards[: min(distance, size - distance)]) for distance in schedules.powers_of_two(below=size)]
+        return cls.of_bodies(sum(sent), len(sent), len(sent))
+
+    @classmethod
+    def allreduce(cls, nbytes: int, rank: int, size: int, itemsize: int = 1) -> Traffic:
+        """Halving-doubling sum, split evenly among Q ranks, the largest power of two in P.
+
+        What is given away of ever shorter spans, then the spans that are kept, in 2 log Q messages: 2·(Q − 1)/Q of the
+        bytes where Q divides them; all of them once more from a rank with a folded partner, whose own message is its
+        only one.
+
+        Args:
+            nbytes: Bytes of the tensor.
+            rank: This rank.
+            size: P.
+            itemsize: Bytes of an element.
+        """
+        group = schedules.largest_power_of_two(size)
+        if rank >= group:
+            return cls.of_bodies(nbytes, 1, 2)
+        low, high, kept = 0, nbytes // itemsize, 0
+        for distance in list(schedules.powers_of_two(below=group))[::-1]:
+            middle = (low + high) // 2
+            low, high = (middle, high) if rank & distance else (low, middle)
+            kept += itemsize * (high - low)
+        levels, has_partner = group.bit_length() - 1, rank + group < size
+        sent = nbytes - itemsize * (high - low) + kept + has_partner * nbytes
+        return cls.of_bodies(sent, 2 * levels + has_partner, 2 * levels + 2 * has_partner)
+
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(ABC):
     """A sparse allreduce: a subclass is one algorithm, its fields are the options with their defaults.
 
         class AllToAll(Algorithm):
@@ -54,7 +163,7 @@ class Algorithm:
         super().__init_subclass__()
         cls.prescribes = cls.select is not Algorithm.select
 
-    def check(self, size: int) -> None:
+    def check(self, size: int) -> None:  # noqa: B027 - most have nothing to check
         """Checks that the options fit the number of ranks.
 
         Args:
@@ -64,6 +173,7 @@ class Algorithm:
             ValueError: They do not.
         """
 
+    @abstractmethod
     def schedule(
         self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
     ) -> Schedule[Reduction]:
@@ -76,7 +186,6 @@ class Algorithm:
             k: The most entries that a rank contributes.
             state: Given where there is an `initial_state`; changed in place, as the last thing that a call does.
         """
-        raise NotImplementedError
 
     def call(self, own: SparseVector, comm: Communicator, k: int, state: State | None = None) -> Schedule[Reduction]:
         """The schedule of one call, with what is cut before it among the dropped; subclasses leave it as it is.
@@ -88,23 +197,20 @@ class Algorithm:
             state: That of the calls before, where there is an `initial_state`.
 
         Raises:
-            TypeError: The algorithm's own `schedule` is no generator, or, later, returns no `Reduction`.
+            TypeError: The algorithm's own `schedule` is no generator, or returns no `Reduction`.
         """
         cut = None
         if len(own) != min(k, own.numel):
             own, cut = merge(own, SparseVector.empty(own.numel, own.dtype, device=own.device), k)
-        kept = {} if state is None else {"state": state}
-        schedule = self.schedule(own, comm.rank, comm.size, k, **kept)
+        schedule = self.schedule(own, comm.rank, comm.size, k, **({} if state is None else {"state": state}))
         if not isinstance(schedule, Generator):
             raise TypeError(f"the schedule of {self.name} is {schedule!r}, expected a generator that yields Rounds")
-        return self._returning(schedule, cut, comm.size)
+        result = yield from schedule
+        if not isinstance(result, Reduction):
+            raise TypeError(f"{self.name} returned {type(result).__name__}, expected a Reduction(total, dropped)")
+        return Reduction(result.total, result.dropped if cut is None else add(result.dropped, cut), comm.size)
 
-    def _returning(self, schedule: Schedule[Reduction], cut: SparseVector | None, size: int) -> Schedule[Reduction]:
-        reduction = yield from schedule
-        if not isinstance(reduction, Reduction):
-            raise TypeError(f"{self.name} returned {type(reduction).__name__}, expected a Reduction(total, dropped)")
-        return Reduction(reduction.total, reduction.dropped if cut is None else add(reduction.dropped, cut), size)
-
+    @abstractmethod
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """Traffic of a rank in a call without a state: the exact expression, or where not `exact` its bound.
 
@@ -115,7 +221,6 @@ class Algorithm:
             numel: n.
             dtype: Of the gradient.
         """
-        raise NotImplementedError
 
     def select(self, like: Tensor, rank: int, size: int, k: int, state: State | None) -> Selection:
         """The selection that the algorithm prescribes for its next call; changes no state.
@@ -133,7 +238,7 @@ class Algorithm:
         """The state before the first call; None for an algorithm that keeps none."""
         return None
 
-    def check_state(self, state: State) -> None:
+    def check_state(self, state: State) -> None:  # noqa: B027
         """A dict is a state of this algorithm.
 
         Args:
@@ -144,34 +249,15 @@ class Algorithm:
         """
 
     def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
-        """Traffic amid training, if every rank selects at random: the basis of predictions.
-
-        Args:
-            rank: This rank.
-            size: P.
-            k: The most entries that a rank contributes.
-            numel: n.
-            dtype: Of the gradient.
-        """
+        """Traffic amid training, if every rank selects at random: the basis of predictions. Arguments as of `sent`."""
         return self.sent(rank, size, k, numel, dtype)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
-        """Entries that a rank merges; unless an algorithm says: as many as it sends, and its own.
-
-        Args:
-            rank: This rank.
-            size: P, 2 or more.
-            k: The most entries that a rank contributes.
-            numel: n.
-        """
-        return k + self.sent(rank, size, k, numel, torch.float32).nbytes // (wire_nbytes(1) - HEADER_BYTES)
+        """Entries that a rank of 2 or more merges; unless an algorithm says: a P-th of all, in each level of a tree."""
+        return min(k, numel) * (size - 1).bit_length()
 
     def variants(self, size: int) -> Sequence[Mapping[str, Any]]:
-        """Options among which predictions look for the best.
-
-        Args:
-            size: P.
-        """
+        """Options among which predictions look for the best on so many ranks."""
         del size
         return [{}]
 
@@ -195,13 +281,9 @@ class Algorithm:
         return [f"{key}={value}" for key, value in self.options.items()]
 
     def facts(self, *what: str) -> str:
-        """All that ranks must share, as text.
-
-        Args:
-            what: Of the call.
-        """
-        in_fewer_bytes = [f"wire={self.wire.name}"] if self.wire is not RAW else []
-        return f"{self.name}({', '.join([*what, *self.settings, *in_fewer_bytes])})"
+        """All that ranks must share, as text: of the call, the options, and a wire of fewer bytes."""
+        wire = [f"wire={self.wire.name}"] if self.wire is not RAW else []
+        return f"{self.name}({', '.join([*what, *self.settings, *wire])})"
 
     def given(self, options: Mapping[str, Any] | None) -> Self:
         """The same algorithm with these options, in the types of their defaults.
@@ -233,3 +315,20 @@ def _like(default: Any, value: Any, key: str) -> Any:
     if isinstance(default, (str, bool)) and not isinstance(value, type(default)):
         raise TypeError(f"{key} is {value!r}, expected a {type(default).__name__}, as {default!r}, the default")
     return value
+
+
+def check_values(state: State, fits: Mapping[str, Callable[[Any], bool]]) -> None:
+    """Raises ValueError for a state of other keys than `fits`, or with a value that does not fit."""
+    if set(state) != set(fits):
+        raise ValueError(
+            f"the state has the keys {sorted(map(str, state))}, expected {sorted(fits)}: it is another algorithm's, or "
+            "another version's; begin with the initial_state() of this one"
+        )
+    for key, fit in fits.items():
+        if not fit(state[key]):
+            raise ValueError(f"the state's {key} is {state[key]!r}, which no call leaves behind: it was damaged")
+
+
+def is_count(value: Any) -> bool:
+    """An integer from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

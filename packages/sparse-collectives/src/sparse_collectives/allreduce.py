@@ -8,14 +8,9 @@ from typing import Any, TypedDict, Unpack
 from communicators import Communicator, Schedule, Work, as_communicator, run, start
 from sparse_compress import SparseVector, arguments
 
-from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithm import Algorithm, Reduction, State
 from sparse_collectives.algorithms.table import AUTO, resolve
 from sparse_collectives.prediction.auto import remembered
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State, check_is_state
-
-CHOSEN = {"algorithm", "options", "wire", "state", "table"}
-"""Keys of a choice that "auto" remembers."""
 
 
 class CallSettings(TypedDict, total=False):
@@ -104,9 +99,7 @@ def prepare(
             f"sparse is {type(sparse).__name__}, expected a SparseVector, as topk(tensor, k) makes it; dense NumPy "
             "arrays and tensors of floats are summed by sparse_allreduce_array"
         )
-    refuse_empty(sparse.numel)
-    k = most_entries(k)
-    entry, state = resolved(sparse, comm, k, **settings)
+    entry, state, k = resolved(sparse, comm, k, **settings)
     # Every call stamps its own number into the payload it sends: calls must not share one, nor the caller's.
     schedule = entry.call(sparse.clone(), comm, k, state)
     return schedule, entry.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}")
@@ -115,47 +108,32 @@ def prepare(
 def resolved(
     like: SparseVector,
     comm: Communicator,
-    k: int,
+    k: int | None,
     *,
     algorithm: str | Algorithm = "gtopk",
     options: Mapping[str, Any] | None = None,
     state: State | None = None,
     wire: str = "fp32",
-) -> tuple[Algorithm, State | None]:
-    """The algorithm of one call with its options and wire, and its state, where one was given.
+) -> tuple[Algorithm, State | None, int]:
+    """The algorithm of one call with its options and wire, its state, where it keeps one, and the checked k.
 
     like: a vector of the numel, dtype and device in question. Raises TypeError and ValueError for what is wrong.
     """
+    if not like.numel:
+        raise ValueError("sparse has numel=0, so there is nothing to sum: leave the call out on every rank")
+    k = arguments.integer(k, "k", least=1, expected="the most entries that a rank may contribute")
+    if state is not None and not isinstance(state, dict):
+        raise TypeError(
+            f"state is {type(state).__name__}, expected a dict that all such calls share: at first what the "
+            "initial_state() of their Algorithm gives, {} for 'auto'"
+        )
     if isinstance(algorithm, str) and algorithm == AUTO:
-        _check_remembered(state)
         algorithm, options, state, wire = remembered(state, like, comm, k, wire, options)
     entry = resolve(algorithm, options, size=comm.size, wire=wire, dtype=like.dtype)
     initial = entry.initial_state()
     if state is None:
-        return entry, initial
+        return entry, initial, k
     if initial is None:
         raise ValueError(f"{entry.name} keeps no state between calls: leave state out")
-    check_is_state(state, entry.name)
     entry.check_state(state)
-    return entry, state
-
-
-def _check_remembered(state: State | None) -> None:
-    if state is None:
-        return
-    check_is_state(state, AUTO)
-    for choice in state.values():
-        if not isinstance(choice, dict) or set(choice) != CHOSEN or not isinstance(choice["algorithm"], str):
-            keys = sorted(map(str, state))
-            raise ValueError(f'this is the state of another algorithm than "auto", with the keys {keys}: give {{}}')
-
-
-def most_entries(k: int | None) -> int:
-    """Checked k."""
-    return arguments.integer(k, "k", least=1, expected="the most entries that a rank may contribute")
-
-
-def refuse_empty(numel: int) -> None:
-    """Raises ValueError for a vector without elements."""
-    if not numel:
-        raise ValueError("sparse has numel=0, so there is nothing to sum: leave the call out on every rank")
+    return entry, state, k

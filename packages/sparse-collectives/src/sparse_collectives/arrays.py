@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -12,12 +13,11 @@ from numpy.typing import NDArray
 from sparse_compress import SparseVector, arguments, topk
 from torch import Tensor
 
+from sparse_collectives.algorithm import Reduction
 from sparse_collectives.algorithms.table import AUTO, resolve
-from sparse_collectives.allreduce import CallSettings, most_entries, refuse_empty, resolved
-from sparse_collectives.reduction import Reduction
+from sparse_collectives.allreduce import CallSettings, resolved
 
 Array = TypeVar("Array", Tensor, NDArray[np.floating])
-FLOATS = (np.float16, np.float32, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,53 +89,43 @@ def sparse_allreduce_array_async(
     return start(schedule, comm, facts=facts, timeout=timeout, device=device)
 
 
-class _Form(NamedTuple):
-    """Shape, dtype and kind of an array, as they are now. Ranks must share all three."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    is_tensor: bool
-
-    def made_of(self, flat: Tensor) -> Any:
-        """The elements in this form."""
-        shaped = flat.view(self.shape)
-        return shaped if self.is_tensor else shaped.numpy()
-
-
 def _prepared(
     array: Any, comm: Communicator, k: int | None, **settings: Unpack[CallSettings]
 ) -> tuple[Schedule[DenseReduction[Any]], str, torch.device]:
     """Schedule, facts and device for a dense array: selected from, or summed by "dense"."""
-    flat, form = _flat_of(array), _Form(tuple(array.shape), array.dtype, isinstance(array, Tensor))
-    refuse_empty(len(flat))
+    flat, shape, is_tensor = _flat_of(array), tuple(array.shape), isinstance(array, Tensor)
     algorithm = settings.get("algorithm", "gtopk")
-    chooses = isinstance(algorithm, str) and algorithm == AUTO
-    sums_all = not chooses and not resolve(algorithm).selects
-    if sums_all and k is not None:
-        raise ValueError(f"dense sums all of an array, but k={k!r} was given: leave k out")
-    k = len(flat) if sums_all else most_entries(k)
-    entry, state = resolved(SparseVector.empty(len(flat), flat.dtype, device=flat.device), comm, k, **settings)
-    what = (f"shape={form.shape}", f"{flat.dtype}")
+    if not (isinstance(algorithm, str) and algorithm == AUTO) and not resolve(algorithm).selects:
+        if k is not None:
+            raise ValueError(f"dense sums all of an array, but k={k!r} was given: leave k out")
+        k = max(len(flat), 1)
+    like = SparseVector.empty(len(flat), flat.dtype, device=flat.device)
+    entry, state, k = resolved(like, comm, k, **settings)
+
+    def shaped(result: Tensor) -> Any:
+        return result.view(shape) if is_tensor else result.view(shape).numpy()
+
+    own, what = flat.to(like.dtype, copy=True), (f"shape={shape}", f"{flat.dtype}")
     if not entry.selects:
-        own = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
-        return _summed(own, comm, form), entry.facts(*what), flat.device
+        return _summed(own, comm, shaped), entry.facts(*what), flat.device
     sent = topk(flat, k)
-    unsent = flat.to(sent.dtype, copy=True)
-    unsent[sent.indices] = 0
-    return _densified(entry.call(sent, comm, k, state), unsent, form), entry.facts(*what, f"k={k}"), flat.device
+    own[sent.indices] = 0
+    return _densified(entry.call(sent, comm, k, state), own, shaped), entry.facts(*what, f"k={k}"), flat.device
 
 
-def _densified(schedule: Schedule[Reduction], unsent: Tensor, form: _Form) -> Schedule[DenseReduction[Any]]:
+def _densified(
+    schedule: Schedule[Reduction], unsent: Tensor, shaped: Callable[[Tensor], Any]
+) -> Schedule[DenseReduction[Any]]:
     """Schedule with a dense result; what was given, but not sent, was dropped too."""
     reduction = yield from schedule
     unsent.index_add_(0, reduction.dropped.indices, reduction.dropped.values)
-    return DenseReduction(form.made_of(reduction.total.to_dense()), form.made_of(unsent))
+    return DenseReduction(shaped(reduction.total.to_dense()), shaped(unsent))
 
 
-def _summed(own: Tensor, comm: Communicator, form: _Form) -> Schedule[DenseReduction[Any]]:
+def _summed(own: Tensor, comm: Communicator, shaped: Callable[[Tensor], Any]) -> Schedule[DenseReduction[Any]]:
     """Schedule for the sum of all elements; nothing is dropped."""
     total = yield from schedules.allreduce(own, comm.rank, comm.size)
-    return DenseReduction(form.made_of(total), form.made_of(torch.zeros_like(total)))
+    return DenseReduction(shaped(total), shaped(torch.zeros_like(total)))
 
 
 def _flat_of(array: Tensor | NDArray[np.floating]) -> Tensor:
@@ -143,30 +133,26 @@ def _flat_of(array: Tensor | NDArray[np.floating]) -> Tensor:
 
     Raises TypeError for other dtypes, byte orders and layouts, and for arrays that are more than their elements.
     """
-    if isinstance(array, Tensor):
-        return arguments.flatten(_plain(array))
     if isinstance(array, np.ndarray):
         return arguments.flatten(_from_numpy(array))
     if isinstance(array, SparseVector):
         raise TypeError("array is a SparseVector, expected a dense array: sparse_allreduce sums sparse vectors")
-    raise TypeError(
-        f"array is {type(array).__name__}, expected a dense array of floats, a NumPy array or a tensor: np.asarray(…) "
-        "makes one of numbers"
-    )
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
+    if not isinstance(array, Tensor):
+        raise TypeError(
+            f"array is {type(array).__name__}, expected a dense array of floats, a NumPy array or a tensor: "
+            "np.asarray(…) makes one of numbers"
+        )
+    if array.is_meta:
         raise TypeError("the tensor is on the meta device, which holds no elements: give one that has some")
-    if hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
-        raise TypeError(f"{type(tensor).__name__} is made of other tensors: give its local one, as by .to_local()")
-    return tensor
+    if hasattr(array, "__tensor_flatten__") and not array.is_nested:
+        raise TypeError(f"{type(array).__name__} is made of other tensors: give its local one, as by .to_local()")
+    return arguments.flatten(array)
 
 
 def _from_numpy(array: NDArray[np.floating]) -> Tensor:
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("a masked array was given, whose mask would be ignored: use .filled(0), or .data for all of it")
-    if not any(array.dtype == known for known in FLOATS):
+    if array.dtype not in (np.float16, np.float32, np.float64):
         raise TypeError(
             f"the array has dtype {array.dtype}, expected float16, float32 or float64 in this machine's byte order"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,9 @@ from communicators import Communicator, Round, Schedule, SimulatedWorld, run, te
 from sparse_compress import SparseVector, topk
 from torch import Tensor
 
-from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithm import Algorithm, Reduction, State
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.allreduce import sparse_allreduce
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
 from sparse_collectives.wire import WIRES
 
 SIZES = (1, 2, 3, 5, 8)
@@ -61,11 +59,10 @@ def check_sparse_laws(
     entries = {size: resolve(algorithm, options, size=size) for size in sizes}
     for size, entry in entries.items():
         _check_rounds(entry, size)
-        _check_reference(algorithm, entry, size, options)
+        _check_reference(entry, size)
     for size, wire, numel, k in _examples(entries, max_examples):
-        settings: dict[str, Any] = {"k": k, "options": options, "wire": wire}
-        _check_calls(algorithm, entries[size], size, numel, settings)
-        _check_floats(algorithm, size, numel, settings)
+        _check_calls(entries[size], size, numel, k, wire)
+        _check_floats(entries[size], size, numel, k, wire)
 
 
 def check_sparse_call(
@@ -134,8 +131,7 @@ def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[
     ]
     random.Random(0).shuffle(every)
     seen: set[object] = set()
-    new: list[tuple[int, str, int, int]] = []
-    rest: list[tuple[int, str, int, int]] = []
+    new, rest = list[tuple[int, str, int, int]](), list[tuple[int, str, int, int]]()
     for size, wire, numel, k in every:
         brings = {size, wire, (numel, k)}
         (rest if brings <= seen else new).append((size, wire, numel, k))
@@ -143,26 +139,36 @@ def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[
     return every if most is None else [*new, *rest[: max(0, most - len(new))]]
 
 
-def _check_calls(algorithm: str | Algorithm, entry: Algorithm, size: int, numel: int, settings: dict[str, Any]) -> None:
+def _check_calls(entry: Algorithm, size: int, numel: int, k: int, wire: str) -> None:
     """Checks calls on unequal numbers of entries, then successive calls with the algorithm's own selection, if any."""
-    k, plain = settings["k"], settings["wire"] == "fp32"
     generator = torch.Generator().manual_seed(size)
-    for dtype in (torch.float32, torch.float64) if plain else (torch.float32,):
+    for dtype in (torch.float32, torch.float64) if wire == "fp32" else (torch.float32,):
         dense = _integers(size, numel, generator, dtype)
-        counts = [(k + rank) % (numel + 1) for rank in range(size)]
-        check_sparse_call(algorithm, [topk(x, count) for x, count in zip(dense, counts, strict=True)], **settings)
-        results = check_sparse_call(algorithm, [topk(x, k) for x in dense], **settings)
-        if k >= numel and plain:
+        unequal = [topk(x, (k + rank) % (numel + 1)) for rank, x in enumerate(dense)]
+        check_sparse_call(entry, unequal, k=k, wire=wire)
+        results = check_sparse_call(entry, [topk(x, k) for x in dense], k=k, wire=wire)
+        if k >= numel and wire == "fp32":
             whole = torch.equal(results[0].total.to_dense(), torch.stack(dense).sum(0))
             assert whole, f"density 1: with k={k} of {numel} elements the total is not the whole sum"
     states = [entry.initial_state() for _ in range(size)]
-    keeps = states[0] is not None
-    for _ in range(CALLS if keeps or entry.prescribes else 0):
+    kept = [state for state in states if state is not None] or None
+    for _ in range(CALLS if kept or entry.prescribes else 0):
         dense = _integers(size, numel, generator)
         vectors = [_selected(entry, x, rank, size, k, states[rank]) for rank, x in enumerate(dense)]
-        kept = [state for state in states if state is not None] or None
-        check_sparse_call(algorithm, vectors, **settings, states=kept)
-        _advance(algorithm, vectors, kept, settings)
+        check_sparse_call(entry, vectors, k=k, wire=wire, states=kept)
+        _call(entry, vectors, k, wire, states)
+
+
+def _call(
+    entry: Algorithm, vectors: Sequence[SparseVector], k: int, wire: str, states: Sequence[State | None] | None = None
+) -> list[Reduction]:
+    """One call of all ranks, whose messages come in any order; it advances the states."""
+
+    def call(comm: Communicator) -> Reduction:
+        state = None if states is None else states[comm.rank]
+        return sparse_allreduce(vectors[comm.rank], comm, k=k, algorithm=entry, wire=wire, state=state)
+
+    return SimulatedWorld(len(vectors), seed=1, jitter=1e-3).run(call)
 
 
 def _selected(entry: Algorithm, x: Tensor, rank: int, size: int, k: int, state: State | None) -> SparseVector:
@@ -176,22 +182,7 @@ def _selected(entry: Algorithm, x: Tensor, rank: int, size: int, k: int, state: 
     return vector
 
 
-def _advance(
-    algorithm: str | Algorithm,
-    vectors: Sequence[SparseVector],
-    states: Sequence[State] | None,
-    settings: dict[str, Any],
-) -> None:
-    """Makes a call that advances the states."""
-
-    def call(comm: Communicator) -> Reduction:
-        state = None if states is None else states[comm.rank]
-        return sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm, state=state, **settings)
-
-    SimulatedWorld(len(vectors)).run(call)
-
-
-def _check_floats(algorithm: str | Algorithm, size: int, numel: int, settings: dict[str, Any]) -> None:
+def _check_floats(entry: Algorithm, size: int, numel: int, k: int, wire: str) -> None:
     """NaN, whose payloads do not commute, infinities, denormals, ties and both zeros."""
     strange = torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0, 1.0, 0.1, 3e38, float("inf"), -float("inf")])
     for seed, bad in enumerate((None, 8, "nan")):
@@ -200,15 +191,10 @@ def _check_floats(algorithm: str | Algorithm, size: int, numel: int, settings: d
         for rank in range(size) if bad == "nan" else range(size - 1, size) if bad else ():
             payload = torch.tensor([0x7FC00001 + rank], dtype=torch.int32).view(torch.float32)
             dense[rank][numel // 2] = payload if bad == "nan" else strange[8]
-
-        def call(comm: Communicator, dense: list[Tensor] = dense) -> Reduction:
-            return sparse_allreduce(topk(dense[comm.rank], settings["k"]), comm, algorithm=algorithm, **settings)
-
-        results = SimulatedWorld(size, seed=1, jitter=1e-3).run(call)
-        first = results[0].total
-        for rank, result in enumerate(results):
-            same = torch.equal(result.total.pack()[16:], first.pack()[16:])
-            assert same, f"agreement: rank {rank} has {result.total.values}, rank 0 {first.values}"
+        first, *others = [result.total for result in _call(entry, [topk(x, k) for x in dense], k, wire)]
+        for rank, total in enumerate(others, 1):
+            same = torch.equal(total.pack()[16:], first.pack()[16:])
+            assert same, f"agreement: rank {rank} has {total.values}, rank 0 {first.values}"
         seen = not bool(first.values.isfinite().all())
         assert seen or bad is None, f"an input was not finite, but the total is: {first.values}"
 
@@ -216,24 +202,12 @@ def _check_floats(algorithm: str | Algorithm, size: int, numel: int, settings: d
 def _check_rounds(entry: Algorithm, size: int) -> None:
     numel, k = 50, 4
 
-    def counted(schedule: Schedule[Reduction], rounds: list[int]) -> Schedule[Reduction]:
-        received = None
-        while True:
-            try:
-                action = next(schedule) if received is None else schedule.send(received)
-            except StopIteration as stop:
-                result: Reduction = stop.value
-                return result
-            rounds.append(int(isinstance(action, Round)))
-            received = yield action
-
     def call(comm: Communicator) -> int:
-        rounds: list[int] = []
         state = entry.initial_state()
         kept = {} if state is None else {"state": state}
-        schedule = entry.schedule(topk(torch.ones(numel), k), comm.rank, size, k, **kept)
-        run(counted(schedule, rounds), comm, facts="counted")
-        return sum(rounds)
+        return run(
+            _counted(entry.schedule(topk(torch.ones(numel), k), comm.rank, size, k, **kept)), comm, facts="counted"
+        )
 
     for rank, rounds in enumerate(SimulatedWorld(size).run(call)):
         said = entry.sent(rank, size, k, numel, torch.float32).rounds
@@ -241,19 +215,25 @@ def _check_rounds(entry: Algorithm, size: int) -> None:
         assert right, f"rounds: rank {rank} of {size} took part in {rounds}, but sent says {said}"
 
 
-def _check_reference(
-    algorithm: str | Algorithm, entry: Algorithm, size: int, options: Mapping[str, Any] | None
-) -> None:
+def _counted(schedule: Generator[Any, Any, Reduction]) -> Schedule[int]:
+    """The schedule, which returns the number of its rounds."""
+    rounds, received = 0, None
+    try:
+        while True:
+            action = schedule.send(received)
+            rounds += isinstance(action, Round)
+            received = yield action
+    except StopIteration:
+        return rounds
+
+
+def _check_reference(entry: Algorithm, size: int) -> None:
     if type(entry).reference is Algorithm.reference:
         return
     numel, k, generator = 33, 5, torch.Generator().manual_seed(size)
     dense = _integers(size, numel, generator)
-
-    def call(comm: Communicator) -> Reduction:
-        return sparse_allreduce(topk(dense[comm.rank], k), comm, k=k, algorithm=algorithm, options=options)
-
     expected = entry.reference([x.numpy() for x in dense], k)
-    for rank, result in enumerate(SimulatedWorld(size).run(call)):
+    for rank, result in enumerate(_call(entry, [topk(x, k) for x in dense], k, "fp32")):
         got = result.total.to_dense().numpy()
         assert np.array_equal(got, expected), f"reference: rank {rank} of {size} has {got}, expected {expected}"
 

@@ -244,21 +244,15 @@ def blame_rank(rank: int) -> Iterator[None]:
 
 
 def joined(
-    wire: Wire,
-    blocks: Sequence[Tensor],
-    spans: Sequence[Span],
-    counts: Sequence[int],
-    like: SparseVector,
-    ranks: Sequence[int],
+    wire: Wire, blocks: list[Tensor], spans: list[Span], counts: Sequence[int], like: SparseVector, ranks: Sequence[int]
 ) -> SparseVector:
     """The entries of all blocks, which increase from block to block, and of which each holds so many.
 
     ranks: whose the blocks are. Raises InvalidMessageError where they are not so, on a CPU.
     """
-    if wire is RAW and like.is_cpu:
-        whole = _joined_raw(blocks, spans, counts, like)
-        if whole is not None:
-            return whole
+    whole = _joined_raw(blocks, spans, counts, like) if wire is RAW and like.is_cpu else None
+    if whole is not None:
+        return whole
     parts = []  # one by one, so that it is said whose is wrong
     for block, span, count, rank in zip(blocks, spans, counts, ranks, strict=True):
         with blame_rank(rank):
@@ -282,14 +276,14 @@ def join_in_order(parts: Sequence[tuple[int, SparseVector]]) -> SparseVector:
 
 
 def _joined_raw(
-    blocks: Sequence[Tensor], spans: Sequence[Span], counts: Sequence[int], like: SparseVector
+    blocks: list[Tensor], spans: list[Span], counts: Sequence[int], like: SparseVector
 ) -> SparseVector | None:
     """Joins raw blocks on a CPU straight from their bytes; None where that gives no vector, or one beyond the spans."""
     width, entry = like.dtype.itemsize, RAW.block_nbytes(1, 1, like.dtype)
     if any(block.numel() != count * entry for block, count in zip(blocks, counts, strict=True)):
         return None
-    starts = [(block.data_ptr(), count) for block, count in zip(blocks, counts, strict=True)]
-    whole = vectors.copied_runs([(at + width * count, at, count) for at, count in starts], like)
+    starts = [block.data_ptr() for block in blocks]
+    whole = vectors.copied_runs([(at + width * n, at, n) for at, n in zip(starts, counts, strict=True)], like)
     indices, last = whole.indices.numpy(), 0
     for (low, high), count in zip(spans, counts, strict=True):
         first, last = last, last + count

@@ -10,11 +10,8 @@ import torch
 from communicators import Schedule, schedules
 from sparse_compress import SparseVector, topk
 
-from sparse_collectives.algorithm import Algorithm, Array
+from sparse_collectives.algorithm import Algorithm, Array, Reduction, State, Traffic
 from sparse_collectives.algorithms.reference import cut
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -39,23 +36,14 @@ class Dense(Algorithm):
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """2n(P − 1)/P elements where P divides n, else as the blocks fall, and one slot a message.
 
-        Ring: all blocks but the next one, then all but the one after it, in 2(P − 1) messages. Halving and doubling,
-        with Q the largest power of two in P: what is given away of ever shorter spans, then the spans that are kept, in
-        2 log Q messages; all of it once more from a rank with a folded partner, whose own message is its only one.
+        Ring: all blocks but the next one, then all but the one after it, in 2(P − 1) messages. Halving and doubling:
+        see `Traffic.allreduce`.
         """
-        group = schedules.largest_power_of_two(size)
-        if size > group and numel * dtype.itemsize >= schedules.RING_NBYTES:
-            lengths = [high - low for low, high in schedules.block_bounds(numel, size)]
-            elements = 2 * numel - lengths[(rank + 1) % size] - lengths[(rank + 2) % size]
-            messages = rounds = 2 * (size - 1)
-        elif rank >= group:
-            elements, messages, rounds = numel, 1, 2
-        else:
-            spans, has_partner = _kept_spans(rank, group, numel), rank + group < size
-            elements = numel - spans[-1] + sum(spans[1:]) + has_partner * numel
-            messages = 2 * (len(spans) - 1) + has_partner
-            rounds = messages + has_partner
-        return Traffic.of_bodies(elements * dtype.itemsize, messages, rounds)
+        if size == schedules.largest_power_of_two(size) or numel * dtype.itemsize < schedules.RING_NBYTES:
+            return Traffic.allreduce(numel * dtype.itemsize, rank, size, dtype.itemsize)
+        lengths = [high - low for low, high in schedules.block_bounds(numel, size)]
+        elements = 2 * numel - lengths[(rank + 1) % size] - lengths[(rank + 2) % size]
+        return Traffic.of_bodies(elements * dtype.itemsize, 2 * (size - 1), 2 * (size - 1))
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """None: adding dense vectors costs next to nothing."""
@@ -64,14 +52,3 @@ class Dense(Algorithm):
     def reference(self, inputs: Sequence[Array], k: int) -> Array:
         """The sum, in whatever order: for numbers whose sums are exact."""
         return np.asarray(np.sum([cut(x, k) for x in inputs], axis=0))
-
-
-def _kept_spans(rank: int, size: int, numel: int) -> list[int]:
-    """Elements that recursive halving leaves to this rank: n, about n/2, …, about n/P."""
-    low, high = 0, numel
-    spans = [numel]
-    for distance in reversed(list(schedules.powers_of_two(below=size))):
-        middle = (low + high) // 2
-        low, high = (middle, high) if rank & distance else (low, middle)
-        spans.append(high - low)
-    return spans

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import torch
 from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add, vectors
 
-from sparse_collectives.reduction import Reduction
+from sparse_collectives.algorithm import Reduction, Traffic
 from sparse_collectives.wire import RAW, Wire, blame_rank, join_in_order, joined
 
 
@@ -17,17 +18,17 @@ def gather_evenly(
 ) -> Schedule[Reduction]:
     """The entries of all ranks, whose indices increase from rank to rank; dropped: what the wire has rounded off here.
 
-    counts: of all ranks' entries, known everywhere. Bruck's all-gather hands a rank's own entries on log P times, so
-    a rank with more than twice the mean first gives some to the others (see `shifts`).
+    counts: of all ranks. Bruck's all-gather hands a rank's own entries on log P times, so a rank with more than twice
+    the mean first gives some to the others (see `shifts`).
     """
-    span = (0, mine.numel)
     mine, dropped = wire.rounded(mine)
     if is_uneven(counts):
         mine, rest = wire.rounded((yield from _even_out(mine, counts, rank, size, wire)))  # int8 scales may differ
         dropped, counts = add(dropped, rest), even_counts(sum(counts), size)
     nbytes = [wire.block_nbytes(count, mine.numel, mine.dtype) for count in counts]
-    blocks = yield from schedules.allgather_blocks(wire.block(mine, span), nbytes, rank, size)
-    return Reduction(joined(wire, blocks, [span] * size, counts, mine, range(size)), dropped)
+    spans = [(0, mine.numel)] * size
+    blocks = yield from schedules.allgather_blocks(wire.block(mine, spans[rank]), nbytes, rank, size)
+    return Reduction(joined(wire, blocks, spans, counts, mine, range(size)), dropped)
 
 
 def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire) -> Schedule[SparseVector]:
@@ -64,3 +65,15 @@ def shifts(counts: Sequence[int], rank: int) -> dict[int, slice]:
     edges = pairwise(accumulate(even_counts(sum(counts), len(counts)), initial=0))
     runs = {to: slice(max(low, begin) - begin, min(high, end) - begin) for to, (low, high) in enumerate(edges)}
     return {to: run for to, run in runs.items() if run.start < run.stop}
+
+
+def gather_evenly_sent(rank: int, dtype: torch.dtype, counts: Sequence[int], numel: int, wire: Wire) -> Traffic:
+    """Traffic of `gather_evenly`: evening out, where it is needed, in one round; then Bruck."""
+    moved = Traffic(0, 0, 0)
+    if is_uneven(counts):
+        gives = [run.stop - run.start for to, run in shifts(counts, rank).items() if to != rank]
+        takes = any(rank in shifts(counts, other) for other in range(len(counts)) if other != rank)
+        nbytes = sum(wire.block_nbytes(entries, numel, dtype) for entries in gives)
+        moved = Traffic.of_bodies(nbytes, len(gives), int(takes or bool(gives)))
+        counts = even_counts(sum(counts), len(counts))
+    return Traffic.total(moved, Traffic.allgather([wire.block_nbytes(n, numel, dtype) for n in counts], rank))

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from communicators import Round, Schedule, schedules
-from sparse_compress import SparseVector
+from communicators import Received, Round, Schedule, schedules
+from sparse_compress import SparseVector, add_all, merge, share
 
-from sparse_collectives.algorithm import Algorithm, Array
+from sparse_collectives.algorithm import Algorithm, Array, Reduction, State, Traffic
 from sparse_collectives.algorithms.reference import cut
-from sparse_collectives.algorithms.replicated import ReplicatedVector
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import blame_rank
 
 
 @dataclass(frozen=True)
@@ -41,24 +38,39 @@ class GTopK(Algorithm):
     def schedule(
         self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
     ) -> Schedule[Reduction]:
-        group, held = schedules.largest_power_of_two(size), ReplicatedVector(sparse, k, self.wire)
+        group, total, dropped = schedules.largest_power_of_two(size), sparse, list[SparseVector]()
+        nbytes = self.wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
         if rank >= group:
-            return (yield from _fold_into(rank - group, held))
-        folded, has_partner = rank + group, rank + group < size
-        if has_partner:
-            received = yield Round(recvs={folded: held.nbytes})
-            held.merge(received[folded], folded)
+            return (yield from self._fold_into(rank - group, sparse, nbytes))
+        if rank + group < size:
+            received = yield Round(recvs={rank + group: nbytes})
+            total, rest = merge(total, self._vector(received, rank + group, sparse), k)
+            dropped += _my_share(rest, rank, 1)
         for distance in schedules.powers_of_two(below=group):
             peer = rank ^ distance
-            message = held.message(member=rank % distance, of=distance)
-            received = yield Round({peer: message}, {peer: held.nbytes})
-            held.merge(received[peer], peer, member=rank % (2 * distance), of=2 * distance, after=peer < rank)
+            total, rest = self.wire.rounded(total)
+            dropped += _my_share(rest, rank, distance)
+            received = yield Round({peer: self.wire.message(total)}, {peer: nbytes})
+            theirs = self._vector(received, peer, sparse)  # lower ranks first everywhere: NaN payloads do not commute
+            total, rest = merge(total, theirs, k) if rank < peer else merge(theirs, total, k)
+            dropped += _my_share(rest, rank, 2 * distance)
         if group < size:  # the folded ranks get what all hold
-            message = held.message(member=rank, of=group)
-            if has_partner:
-                # A copy: the call is over while this is under way, and the total is then the caller's to write into.
-                yield Round(sends={folded: message.clone()})
-        return held.reduction()
+            total, rest = self.wire.rounded(total)
+            dropped += _my_share(rest, rank, group)
+        if rank + group < size:  # a copy: the total is the caller's to write into while this is under way
+            yield Round(sends={rank + group: self.wire.message(total).clone()})
+        return Reduction(total, add_all(dropped or [SparseVector.empty(total.numel, total.dtype, device=total.device)]))
+
+    def _fold_into(self, partner: int, sparse: SparseVector, nbytes: int) -> Schedule[Reduction]:
+        """Gives the vector to the partner, which keeps what is cut of it; gets the result last."""
+        given, rounded_off = self.wire.rounded(sparse)
+        yield Round(sends={partner: self.wire.message(given)})
+        received = yield Round(recvs={partner: nbytes})
+        return Reduction(self._vector(received, partner, sparse), rounded_off)
+
+    def _vector(self, received: Received, peer: int, like: SparseVector) -> SparseVector:
+        with blame_rank(peer):
+            return self.wire.vector(received[peer], len(like), like)
 
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """One packed vector a message: 8k bytes (float64: 12k) and its header, or what another wire takes.
@@ -74,8 +86,7 @@ class GTopK(Algorithm):
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """Two vectors for each merge of this rank."""
         group = schedules.largest_power_of_two(size)
-        levels = group.bit_length() - 1
-        return 0 if rank >= group else 2 * min(k, numel) * (levels + (rank + group < size))
+        return 0 if rank >= group else 2 * min(k, numel) * (group.bit_length() - 1 + (rank + group < size))
 
     def reference(self, inputs: Sequence[Array], k: int) -> Array:
         """Ranks beyond the power of two are folded in, then neighbouring groups are merged until one is left."""
@@ -89,9 +100,6 @@ class GTopK(Algorithm):
         return groups[0]
 
 
-def _fold_into(partner: int, held: ReplicatedVector) -> Schedule[Reduction]:
-    """Gives the vector to the partner, which keeps what is cut of it; gets the result last."""
-    yield Round(sends={partner: held.message()})
-    received = yield Round(recvs={partner: held.nbytes})
-    held.replace(received[partner], partner)
-    return held.reduction()
+def _my_share(cut: SparseVector, rank: int, holders: int) -> list[SparseVector]:
+    """Entries of a cut that this one of its holders keeps."""
+    return [share(cut, member=rank % holders, of=holders)] if len(cut) else []

@@ -11,7 +11,7 @@ from communicators import Schedule, schedules
 from sparse_compress import spread_keys
 from torch import Tensor
 
-from sparse_collectives.traffic import Traffic
+from sparse_collectives.algorithm import Traffic
 from sparse_collectives.wire import InvalidMessageError
 
 
@@ -63,11 +63,9 @@ def kth_largest_sent(rank: int, k: int, dtype: torch.dtype, spans: Sequence[int]
 
 
 def _check_counts(counts: Sequence[int], most: int) -> None:
-    for source, so_far in enumerate(accumulate(counts)):
-        if counts[source] < 0 or so_far > most:
-            raise InvalidMessageError(
-                source, f"{counts[source]} keys, expected 0 or more, and {most} of all ranks at most"
-            )
+    for source, (count, so_far) in enumerate(zip(counts, accumulate(counts), strict=True)):
+        if count < 0 or so_far > most:
+            raise InvalidMessageError(source, f"{count} keys, expected 0 or more, and {most} of all ranks at most")
 
 
 def _check_found(found: spread_keys.KthLargest, counts: Sequence[int], k: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,14 +52,7 @@ def resolve(
         ValueError: An unknown name, option or wire, or values that do not fit; lists the known ones.
         TypeError: No algorithm, or an option of another type than its default.
     """
-    entry = _known(algorithm)
-    if options is None and isinstance(wire, str):
-        return _usual(entry, size, wire, dtype)
-    return _resolved(entry.given(options), size, wire, dtype)
-
-
-def _resolved(entry: Algorithm, size: int | None, wire: str, dtype: torch.dtype) -> Algorithm:
-    encoding = wire_named(wire, dtype=dtype)
+    entry, encoding = _known(algorithm).given(options), wire_named(wire, dtype=dtype)
     if size is not None:
         entry.check(size)
     if encoding is RAW:
@@ -68,12 +60,6 @@ def _resolved(entry: Algorithm, size: int | None, wire: str, dtype: torch.dtype)
     if not entry.takes_wire:
         raise ValueError(f"{entry.name} sends values as they are, so wire has no effect: leave wire at 'fp32'")
     return entry if size == 1 else replace(entry, wire=encoding)  # alone, nothing travels and nothing is rounded
-
-
-@lru_cache(maxsize=64)
-def _usual(entry: Algorithm, size: int | None, wire: str, dtype: torch.dtype) -> Algorithm:
-    """Cached algorithm without options: most calls are like the one before."""
-    return _resolved(entry, size, wire, dtype)
 
 
 def _known(algorithm: str | Algorithm) -> Algorithm:
@@ -93,17 +79,11 @@ def _known(algorithm: str | Algorithm) -> Algorithm:
 
 
 def _check_own(own: Algorithm) -> None:
-    """Raises TypeError or ValueError for an Algorithm that cannot be called, or that has no name of its own."""
-    kind = type(own).__name__
-    for part in ("schedule", "sent"):
-        if getattr(type(own), part) is getattr(Algorithm, part):
-            raise TypeError(f"{kind} has no {part}: an Algorithm needs schedule and sent")
-    if not isinstance(own.name, str):
-        raise TypeError(f"the name of {kind} is {own.name!r}, expected text")
-    if not own.name:
-        raise ValueError(f"{kind} has no name: give it one, name = 'mine'")
-    if own.name in ALGORITHMS or own.name == AUTO:
-        raise ValueError(f"the name of {kind} is {own.name!r}, which is another's: give it one of its own")
+    """Raises ValueError for an Algorithm that has no name of its own, or that sends something of every element."""
+    kind, name = type(own).__name__, own.name
+    if not isinstance(name, str) or not name or name in ALGORITHMS or name == AUTO:
+        taken = ", which is another's" if name in (*ALGORITHMS, AUTO) else ""
+        raise ValueError(f"the name of {kind} is {name!r}{taken}, expected text: give it one of its own, name = 'mine'")
     if not own.selects:
         raise ValueError(
             f"{kind} has selects=False, but what sends something of every element is a DenseCompressor for training; a "

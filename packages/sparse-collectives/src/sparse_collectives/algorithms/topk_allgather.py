@@ -9,11 +9,8 @@ import torch
 from communicators import SLOT_BYTES, Payload, Schedule, schedules
 from sparse_compress import SparseVector, add_all
 
-from sparse_collectives.algorithm import Algorithm, Array
+from sparse_collectives.algorithm import Algorithm, Array, Reduction, State, Traffic
 from sparse_collectives.algorithms.reference import sum_of_selections
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import blame_rank
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,8 @@ from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add, union_of, vectors
 from torch import Tensor
 
-from sparse_collectives.algorithm import Algorithm, Array
+from sparse_collectives.algorithm import Algorithm, Array, Reduction, State, Traffic
 from sparse_collectives.algorithms.reference import sum_of_selections
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import RAW, InvalidMessageError, Span, Wire, blame_rank
 
 
@@ -39,18 +36,14 @@ class TopKDSA(Algorithm):
     def schedule(
         self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
     ) -> Schedule[Reduction]:
-        wire = self.wire
+        wire, bounds = self.wire, schedules.block_bounds(sparse.numel, size)
         own, dropped = wire.rounded(sparse)
-        bounds = schedules.block_bounds(sparse.numel, size)
-        blocks, (low, high) = vectors.split(own, bounds), bounds[rank]
-        given = {rank: blocks[rank]}
+        given, (low, high) = vectors.split(own, bounds), bounds[rank]
         capacity = block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
-        for distance in range(1, size):  # so that no two ranks send to the same one at a time
-            to, source = (rank + distance) % size, (rank - distance) % size
-            payload = Payload.of(_encode(blocks[to], bounds[to], wire))
-            received = yield Round({to: payload}, {source: capacity}, bounded=True)
-            given[source] = _decode(received[source].body, bounds[rank], sparse, wire, source)
-        total, rounded_off = wire.rounded(union_of([given[source] for source in range(size)]))
+        bodies = yield from split(lambda to: _encode(given[to], bounds[to], wire), capacity, rank, size)
+        for source, body in bodies.items():
+            given[source] = _decode(body, bounds[rank], sparse, wire, source)
+        total, rounded_off = wire.rounded(union_of(given))
         lengths = [wire.dense_nbytes(high - low, sparse.dtype) for low, high in bounds]
         sums = yield from _gather(_encode(total, bounds[rank], wire), lengths, rank, size)
         blocks = [_decode(sums[r], span, sparse, wire, r) for r, span in enumerate(bounds)]
@@ -71,14 +64,20 @@ class TopKDSA(Algorithm):
         k = min(k, numel)
         union = round(numel * (1 - (1 - k / numel) ** size))
         spread = [[high - low for low, high in schedules.block_bounds(entries, size)] for entries in (k, union)]
-        return topk_dsa_traffic(rank, size, numel, dtype, *spread, wire=self.wire)
-
-    def merged(self, rank: int, size: int, k: int, numel: int) -> int:
-        """Its block's share of all ranks' entries, where selections spread evenly."""
-        return min(k, numel) * (size - 1).bit_length()
+        return topk_dsa_traffic(rank, size, numel, dtype, spread[0], spread[1], self.wire)
 
     def reference(self, inputs: Sequence[Array], k: int) -> Array:
         return sum_of_selections(inputs, k)
+
+
+def split(block: Callable[[int], Tensor], capacity: int, rank: int, size: int) -> Schedule[dict[int, Tensor]]:
+    """Block j to rank j, P − 1 messages: the bytes that this rank gets, of at most `capacity`, by their sender."""
+    bodies = {}
+    for distance in range(1, size):  # so that no two ranks send to the same one at a time
+        to, source = (rank + distance) % size, (rank - distance) % size
+        received = yield Round({to: Payload.of(block(to))}, {source: capacity}, bounded=True)
+        bodies[source] = received[source].body
+    return bodies
 
 
 def block_nbytes(entries: int, length: int, dtype: torch.dtype, wire: Wire = RAW) -> int:
@@ -120,14 +119,7 @@ def _gather(block: Tensor, most: Sequence[int], rank: int, size: int) -> Schedul
 
 
 def topk_dsa_traffic(
-    rank: int,
-    size: int,
-    numel: int,
-    dtype: torch.dtype,
-    given: Sequence[int],
-    summed: Sequence[int],
-    *,
-    wire: Wire = RAW,
+    rank: int, size: int, numel: int, dtype: torch.dtype, given: Sequence[int], summed: Sequence[int], wire: Wire = RAW
 ) -> Traffic:
     """Exact traffic of a rank. given: its entries in each block; summed: entries of each block's sum.
 

@@ -10,12 +10,15 @@ import torch
 from communicators import Communicator, as_communicator
 from sparse_compress import SparseVector
 
+from sparse_collectives.algorithm import State
 from sparse_collectives.algorithms.table import ALGORITHMS
 from sparse_collectives.prediction.calibration import agreed, measure_handling, measure_traffic
 from sparse_collectives.prediction.cost import Handling, Prediction, fastest_first, predict_variants
 from sparse_collectives.prediction.plain_table import amount, milliseconds, table
-from sparse_collectives.state import State
 from sparse_collectives.wire import DENSE_WIRES, wire_named
+
+CHOSEN = {"algorithm", "options", "wire", "state", "table"}
+"""Keys of a choice that "auto" remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +41,9 @@ class Choice:
 
     def __str__(self) -> str:
         header = ("algorithm", "sent", "rounds", "compression", "network", "merging", "ms")
-        rows = [
-            (
-                p.name,
-                amount(p.nbytes),
-                str(p.rounds),
-                *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, p.seconds)),
-            )
-            for p in self.predictions
-        ]
+        seconds = [(p.compression, p.latency + p.transfer, p.merging, p.seconds) for p in self.predictions]
+        begins = [(p.name, amount(p.nbytes), str(p.rounds)) for p in self.predictions]
+        rows = [(*begin, *map(milliseconds, times)) for begin, times in zip(begins, seconds, strict=True)]
         return f"{table(header, rows)}\n{self.reason}"
 
 
@@ -99,12 +96,7 @@ def choose(
 
 
 def remembered(
-    state: State | None,
-    sparse: SparseVector,
-    comm: Communicator,
-    k: int,
-    wire: str,
-    options: Mapping[str, Any] | None,
+    state: State | None, sparse: SparseVector, comm: Communicator, k: int, wire: str, options: Mapping[str, Any] | None
 ) -> tuple[str, Mapping[str, Any], State | None, str]:
     """The algorithm for such calls, its settings, own state and wire, out of "auto"'s state, where the first puts it.
 
@@ -118,6 +110,10 @@ def remembered(
         raise ValueError(f'algorithm="auto" chooses options too, but {dict(options)} was given: name their algorithm')
     if state is None:
         raise ValueError('algorithm="auto" measures once and remembers: give a state, {} at first, to all such calls')
+    known = [choice for choice in state.values() if isinstance(choice, dict) and set(choice) == CHOSEN]
+    if len(known) < len(state) or not all(isinstance(choice["algorithm"], str) for choice in known):
+        keys = sorted(map(str, state))
+        raise ValueError(f'this is the state of another algorithm than "auto", with the keys {keys}: give {{}}')
     key = f"numel={sparse.numel}, {sparse.dtype}, k={k}, wire={wire}, {comm.size} ranks"
     if key not in state:
         choice = choose(

@@ -7,23 +7,11 @@ Collective; every rank returns the slowest one's.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import torch
-from communicators import (
-    SLOT_BYTES,
-    Communicator,
-    Link,
-    Payload,
-    Received,
-    Round,
-    Schedule,
-    allgather,
-    barrier,
-    run,
-    schedules,
-)
+from communicators import SLOT_BYTES, Communicator, Link, Payload, Round, Schedule, allgather, barrier, run, schedules
 from sparse_compress import ErrorFeedback, Largest, SparseVector, TopK
 from torch import Tensor
 
@@ -72,8 +60,16 @@ def measure_handling(
     k = compressor.entries(gradient.numel())
 
     def compressing(select: Callable[[Tensor], SparseVector] | None) -> float:
-        handle = _feedback_step(gradient, compressor, select, size)
-        return seconds_of(handle, comm, device, repeats) / gradient.numel()
+        """Seconds per element of a step besides the exchange: select, take back what was dropped, write the mean."""
+        feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
+        nothing = SparseVector.empty(gradient.numel(), gradient.dtype, device=device)
+
+        def step() -> None:
+            sparse = feedback.compress("gradient", gradient, select=select)
+            feedback.restore("gradient", nothing)
+            sparse.put(mean, divisor=size)
+
+        return seconds_of(step, comm, device, repeats) / gradient.numel()
 
     prescribed = {
         name: compressing(entry.select(gradient, comm.rank, size, k, entry.initial_state()))
@@ -94,12 +90,8 @@ def agreed(handling: Handling, comm: Communicator) -> Handling:
     """The slowest rank's costs. All ranks give the same names, in any order."""
     prescribed, merge = sorted(handling.prescribed), sorted(handling.merge)
     own = [handling.compress, *(handling.prescribed[n] for n in prescribed), *(handling.merge[n] for n in merge)]
-    compress, *by_name = slowest(own, comm)
-    return Handling(
-        compress,
-        dict(zip(prescribed, by_name, strict=False)),
-        dict(zip(merge, by_name[len(prescribed) :], strict=True)),
-    )
+    costs = iter(slowest(own, comm))
+    return Handling(next(costs), {name: next(costs) for name in prescribed}, {name: next(costs) for name in merge})
 
 
 def slowest(values: list[float], comm: Communicator) -> list[float]:
@@ -111,47 +103,77 @@ def slowest(values: list[float], comm: Communicator) -> list[float]:
 
 def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.device, repeats: int) -> float:
     """Median seconds of a call that all ranks make at once; a first one warms up."""
-    times = []
+    clock = _clock(comm, device)
+
+    def sample() -> float:
+        begin = clock()
+        call()
+        return clock() - begin
+
+    return _median(sample, comm, repeats)
+
+
+def _median(sample: Callable[[], float], comm: Communicator, repeats: int) -> float:
+    """Median of samples that all ranks take at once; a first one warms up."""
+    samples = []
     for _ in range(repeats + 1):
         barrier(comm)
-        begin = comm.clock()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(comm.clock() - begin)
-    return statistics.median(times[1:])
+        samples.append(sample())
+    return statistics.median(samples[1:])
 
 
-def _feedback_step(
-    gradient: Tensor, compressor: TopK, select: Callable[[Tensor], SparseVector] | None, size: int
-) -> Callable[[], object]:
-    """Work of a step besides the exchange: select, take back what was dropped, write the mean."""
-    feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
-    nothing = SparseVector.empty(gradient.numel(), gradient.dtype, device=gradient.device)
+def _clock(comm: Communicator, device: torch.device) -> Callable[[], float]:
+    """Seconds, read when the device is idle."""
 
-    def step() -> None:
-        sparse = feedback.compress("gradient", gradient, select=select)
-        feedback.restore("gradient", nothing)
-        sparse.put(mean, divisor=size)
-
-    return step
-
-
-def _merging(algorithm: str, wire: str, gradients: list[Tensor], k: int, comm: Communicator, repeats: int) -> float:
-    """Seconds per entry that the algorithm merges; the median of calls that all ranks make at once."""
-    device = gradients[0].device
-
-    def clock() -> float:
+    def read() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return comm.clock()
 
-    calls, times = seconds_of_calls(algorithm, wire, gradients, k, clock), []
-    for _ in range(repeats + 1):
-        barrier(comm)
-        times.append(next(calls))
-    entries = resolve(algorithm, size=2).merged(0, 2, k, gradients[0].numel())
-    return statistics.median(times[1:]) / max(entries, 1)
+    return read
+
+
+def _merging(algorithm: str, wire: str, gradients: list[Tensor], k: int, comm: Communicator, repeats: int) -> float:
+    """Seconds per entry that the algorithm merges: what rank 0 of 2 computes in a call amid training.
+
+    gradients: those of the two ranks, 1-D; selection is not counted.
+    """
+    entry, clock = resolve(algorithm, size=2, wire=wire), _clock(comm, gradients[0].device)
+    states = [entry.initial_state() for _ in gradients]
+
+    def started(rank: int) -> Generator[Any, Any, Any]:
+        state, gradient = states[rank], gradients[rank]
+        sparse = (entry.select(gradient, rank, 2, k, state) if entry.prescribes else Largest(k))(gradient)
+        return entry.schedule(sparse, rank, 2, k, **({} if state is None else {"state": state}))
+
+    seconds = _median(lambda: _seconds_of_first(started(0), started(1), clock), comm, repeats)
+    return seconds / max(entry.merged(0, 2, k, gradients[0].numel()), 1)
+
+
+def _seconds_of_first(
+    mine: Generator[Any, Any, Any], theirs: Generator[Any, Any, Any], clock: Callable[[], float]
+) -> float:
+    """Seconds inside the first of two schedules, which exchange as many rounds with each other."""
+    seconds, to_me, to_them = 0.0, None, None
+    while True:
+        begin = clock()
+        sent = _step(mine, to_me)
+        seconds += clock() - begin
+        back = _step(theirs, to_them)
+        if sent is None or back is None:
+            return seconds
+        to_me, to_them = _delivered(back, to=0), _delivered(sent, to=1)
+
+
+def _step(schedule: Generator[Any, Any, Any], received: dict[int, Payload] | None) -> Any:
+    try:
+        return schedule.send(received)
+    except StopIteration:
+        return None
+
+
+def _delivered(sent: Round, to: int) -> dict[int, Payload]:
+    return {1 - to: sent.sends[to].clone()} if to in sent.sends else {}
 
 
 def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
@@ -172,47 +194,3 @@ def _shifts(payload: Payload, distances: list[int], rank: int, size: int) -> Sch
     for distance in distances:
         to, source = (rank + distance) % size, (rank - distance) % size
         yield Round({to: payload}, {source: payload.nbytes})
-
-
-def seconds_of_calls(
-    algorithm: str, wire: str, gradients: Sequence[Tensor], k: int, clock: Callable[[], float]
-) -> Iterator[float]:
-    """Seconds that rank 0 computes in each of successive calls; all but the first are like those amid training.
-
-    gradients: those of the two ranks, 1-D; selection is not counted. clock: seconds, read when the device is idle.
-    """
-    entry = resolve(algorithm, size=2, wire=wire)
-    states = [entry.initial_state() for _ in gradients]
-    while True:
-        schedules = []
-        for rank, (gradient, state) in enumerate(zip(gradients, states, strict=True)):
-            kept = {} if state is None else {"state": state}
-            sparse = (entry.select(gradient, rank, 2, k, state) if entry.prescribes else Largest(k))(gradient)
-            schedules.append(entry.schedule(sparse, rank, 2, k, **kept))
-        yield _run_both(schedules[0], schedules[1], clock)
-
-
-def _run_both(mine: Schedule[Any], theirs: Schedule[Any], clock: Callable[[], float]) -> float:
-    """Seconds inside the first schedule, which has as many rounds as the second."""
-    seconds, to_me, to_them = 0.0, None, None
-    while True:
-        begin = clock()
-        sent = _step(mine, to_me)
-        seconds += clock() - begin
-        back = _step(theirs, to_them)
-        if sent is None or back is None:
-            return seconds
-        to_me, to_them = _delivered(back, to=0), _delivered(sent, to=1)
-
-
-def _step(schedule: Schedule[Any], received: Received | None) -> Round | None:
-    try:
-        action = next(schedule) if received is None else schedule.send(received)
-    except StopIteration:
-        return None
-    assert isinstance(action, Round), "without a cost nothing elapses"
-    return action
-
-
-def _delivered(sent: Round, to: int) -> Received:
-    return {1 - to: sent.sends[to].clone()} if to in sent.sends else {}

@@ -19,8 +19,8 @@ import torch
 from communicators import Link, schedules
 from sparse_compress import TopK
 
+from sparse_collectives.algorithm import Traffic
 from sparse_collectives.algorithms.table import ALGORITHMS, resolve
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import DENSE_WIRES, WIRES
 
 DDP_BUCKET_BYTES = 25 << 20
@@ -110,7 +110,7 @@ def predict(
     options: Mapping[str, Any] | None = None,
     wire: str = "fp32",
 ) -> Prediction:
-    """One algorithm's exchange of k of n elements a rank, over P ranks, as the busiest of `loads` sees it.
+    """One algorithm's exchange of k of n elements a rank, over P ranks, as the busiest rank sees it.
 
     dtype: of the gradient. options: the algorithm's own settings. wire: in `WIRES`, for "dense" in `DENSE_WIRES`.
     """
@@ -119,9 +119,9 @@ def predict(
         dtype = DENSE_WIRES[wire] or dtype
     settings = dict(options or {})
     found = _loads(algorithm, tuple(sorted(settings.items())), wire, size, numel, k, dtype)
-    sent, per_entry = [load.sent for load in found], handling.merge.get(on_wire(algorithm, wire), 0.0)
+    sent, per_entry = [traffic for traffic, _ in found], handling.merge.get(on_wire(algorithm, wire), 0.0)
     collided = _collisions(sent)
-    costs = [(*_network(load.sent, link, collided), per_entry * load.merged) for load in found]
+    costs = [(*_network(traffic, link, collided), per_entry * merged) for traffic, merged in found]
     latency, transfer, merging = max(costs, key=sum)
     return Prediction(
         algorithm,
@@ -139,10 +139,7 @@ def predict(
 
 
 def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> Prediction:
-    """The same prediction with this many elements summed dense in the same call, in float32, beside the selection.
-
-    The sum comes before the selection's rounds; a rank that is the busiest in both is what is reckoned with.
-    """
+    """The prediction with this many elements summed dense in float32 before the selection, by the same busiest rank."""
     if not count or prediction.density == 1:
         return prediction
     sums = [Traffic.allreduce(4 * count, rank, size) for rank in range(size)]
@@ -157,17 +154,14 @@ def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> 
 
 
 def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Handling]) -> list[Prediction]:
-    """Every algorithm, in all its variants, fastest first.
-
-    At every density of `handling` and on every wire whose merging it knows; the dense sum in float32 and bfloat16.
-    """
+    """Every variant, fastest first, on the densities and wires that `handling` knows; dense in float32 and bfloat16."""
     given: dict[str, Any] = {"size": size, "numel": numel, "link": link}
     found = []
     for name, entry in ALGORITHMS.items():
         if entry.selects:
             for density, costs in handling.items():
                 k = TopK(density).entries(numel)
-                for wire in _wires_of(name, costs):
+                for wire in (wire for wire in WIRES if wire == "fp32" or on_wire(name, wire) in costs.merge):
                     found += predict_variants(name, k=k, handling=costs, wire=wire, **given)
         else:
             found += [predict(name, k=numel, wire=wire, **given) for wire in ("fp32", "bf16")]
@@ -221,17 +215,6 @@ def _collisions(sent: Sequence[Traffic]) -> int:
     return int(len({traffic.rounds for traffic in sent}) > 1)
 
 
-def _wires_of(algorithm: str, handling: Handling) -> list[str]:
-    return [wire for wire in WIRES if wire == "fp32" or on_wire(algorithm, wire) in handling.merge]
-
-
-class Load(NamedTuple):
-    """Load of one rank. merged: entries."""
-
-    sent: Traffic
-    merged: int
-
-
 def ranks_of_interest(size: int) -> Sequence[int]:
     """All ranks or, if there are very many, the first and the last of each role that an algorithm has.
 
@@ -247,11 +230,11 @@ def ranks_of_interest(size: int) -> Sequence[int]:
 @lru_cache(maxsize=1 << 11)  # every link and every simulated rank asks for the same
 def _loads(
     algorithm: str, options: tuple[tuple[str, Any], ...], wire: str, size: int, numel: int, k: int, dtype: torch.dtype
-) -> tuple[Load, ...]:
-    """Loads of the ranks that `ranks_of_interest` names; if bytes depend on the data, those of random selections."""
-    selects = resolve(algorithm).selects
-    entry = resolve(algorithm, dict(options), size=size, wire=wire if selects else "fp32", dtype=torch.float32)
-    return tuple(
-        Load(entry.typical(rank, size, k, numel, dtype), entry.merged(rank, size, k, numel) if size > 1 else 0)
+) -> list[tuple[Traffic, int]]:
+    """Traffic and merged entries of the ranks of interest; if bytes depend on the data, those of random selections."""
+    wire = wire if ALGORITHMS[algorithm].selects else "fp32"
+    entry = resolve(algorithm, dict(options), size=size, wire=wire)
+    return [
+        (entry.typical(rank, size, k, numel, dtype), entry.merged(rank, size, k, numel) if size > 1 else 0)
         for rank in ranks_of_interest(size)
-    )
+    ]

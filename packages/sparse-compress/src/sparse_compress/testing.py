@@ -1,0 +1,70 @@
+"""The laws of a compressor, for tests of one's own.
+
+    def test_laws():
+        check_compressor_laws(lambda numel: Mine())
+
+asserts them on random, tied, zero and non-finite tensors of odd sizes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparse_compress.compressors.compressor import Compressor
+from sparse_compress.error_feedback import ErrorFeedback
+
+SIZES = (0, 1, 2, 33, 400)
+
+
+def check_compressor_laws(make: Callable[[int], Compressor]) -> None:
+    """Asserts what a compressor sends, and that with error feedback nothing is lost, also where steps are undone.
+
+    Args:
+        make: Makes a new compressor for tensors of so many elements.
+
+    Raises:
+        AssertionError: A law does not hold; says which, where.
+    """
+    for numel in SIZES:
+        for seed in range(5):
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+            for tensor in (x, x.round(), 0 * x):
+                _check_sent(make(numel), tensor)
+            _check_nonfinite(make(numel), torch.where(x == x.max(), torch.nan, x) if numel else x)
+        if not getattr(make(numel), "unbiased", False):
+            _check_conservation(make, numel)
+
+
+def _check_sent(compressor: Compressor, x: Tensor) -> None:
+    """At most `entries` elements of the tensor with their values, in order, and not none unless all are zero."""
+    before, most, whose = x.clone(), compressor.entries(x.numel()), f"{compressor} of {x.numel()} elements"
+    sparse = compressor(x)
+    assert torch.equal(x, before), f"{whose}: the tensor was changed"
+    assert len(sparse) <= most <= x.numel(), f"{whose}: sends {len(sparse)}, but entries() says at most {most}"
+    assert len(sparse) or not x.any(), f"{whose}: sends nothing, though not all are zero"
+    assert torch.equal(sparse.indices, torch.unique(sparse.indices)), f"{whose}: {sparse.indices} do not increase"
+    right = getattr(compressor, "unbiased", False) or torch.equal(sparse.values, x[sparse.indices.long()])
+    assert right, f"{whose}: values are not those of the tensor: {sparse.values}"
+
+
+def _check_nonfinite(compressor: Compressor, x: Tensor) -> None:
+    """What says that it finds NaN and inf sends one of them."""
+    found = not compressor(x).values.isfinite().all() or bool(x.isfinite().all())
+    assert found or not getattr(compressor, "finds_nonfinite", False), f"{compressor}: sends no NaN of {x}"
+
+
+def _check_conservation(make: Callable[[int], Compressor], numel: int) -> None:
+    """Sent and residual are what has accumulated; a step that is rolled back leaves no trace."""
+    feedback = ErrorFeedback(make(numel), tentative=True)
+    total = sent = torch.zeros(numel)
+    for seed in range(5):
+        gradient = torch.randint(-9, 10, (numel,), generator=torch.Generator().manual_seed(seed)).float()
+        undone = feedback.compress("w", gradient).to_dense()
+        feedback.rollback()
+        again = feedback.compress("w", gradient).to_dense()
+        assert torch.equal(undone, again), f"{feedback.compressor}: a step that was rolled back left a trace: {again}"
+        feedback.commit()
+        total, sent = total + gradient, sent + again
+        held = sent + feedback.residual("w")
+        assert torch.equal(held, total), f"{feedback.compressor}: sent and residual are {held}, accumulated {total}"
