@@ -17,10 +17,8 @@ def group_for_join(given: Any) -> dist.ProcessGroup:
     """Process group of an optimizer's comm; TypeError if torch's `Join` cannot use it."""
     group = default_group() if given is None else given
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"Join counts ranks by a torch process group, but comm is {type(given).__name__}: give the optimizer the "
-            "process group itself, or none for the default one"
-        )
+        what = type(given).__name__
+        raise TypeError(f"Join counts ranks by a torch process group, but comm is {what}: give that group, or no comm")
     return group
 
 
@@ -43,7 +41,7 @@ class Shadow(JoinHook):
         """Takes part in a step of the others."""
         self._tells = False
         self._optimizer.zero_grad()
-        self._optimizer.step(_no_gradients)  # a closure: the optimizer calls it where gradients are to be made
+        self._optimizer.step(lambda: 0.0)  # a closure: the optimizer calls it where gradients are to be made
         self._optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -56,10 +54,6 @@ class Shadow(JoinHook):
         tensors = _tensors_of(inner)
         for bucket in buckets_of(tensors):
             bucket.scatter(broadcast(bucket.gather(tensors), comm, root=source), tensors)
-
-
-def _no_gradients() -> float:
-    return 0.0
 
 
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
