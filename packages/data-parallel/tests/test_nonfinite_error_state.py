@@ -38,7 +38,7 @@ def exchange_of(comm, nonfinite, *, algorithm, momentum, dense_below, compressor
         nonfinite=nonfinite,
     )
     scheme, _ = choose_scheme(settings, comm, selects=False, parameters=[])
-    return Exchange(scheme, comm, list(SHAPES), owner="a test", nonfinite=nonfinite)
+    return Exchange(scheme, comm, list(SHAPES), settings, owner="a test")
 
 
 def step(exchange, buckets, number, bad):

@@ -20,6 +20,7 @@ from torch import Tensor
 from data_parallel.clipping import clip_limit, clip_together
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, empty_like
 from data_parallel.nonfinite import culprit, refuse_nonfinite, unlawful
+from data_parallel.settings import Settings
 from data_parallel.tally import Tally
 
 Checked = tuple[Any, CollectiveError | None]
@@ -29,13 +30,12 @@ Checked = tuple[Any, CollectiveError | None]
 class Exchange:
     """Means of buckets, and the steps that they make up.
 
-    names: names of the parameters, which buckets refer to by position; the list may grow. owner: the owner's name in
-        messages.
-    nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each mean's wait. "skip":
-        `commit_or_rollback` tells whether the step stands, and otherwise undoes it.
+    names: names of the parameters, which buckets refer to by position; the list may grow.
+    settings: of them nonfinite and clip_norm. nonfinite="raise": a NaN or inf of any rank is an error on all of them,
+        raised by each mean's wait. "skip": `commit_or_rollback` tells whether the step stands, and otherwise undoes it.
+        clip_norm: target norm of the mean, which `clip` approaches by clipping ranks' own gradients.
+    owner: the owner's name in messages.
     native: dense sums are left to the transport, if it has its own, when their mean is waited for.
-    clip_norm: target norm of the mean, which `clip` approaches by clipping ranks' own gradients; None: `clip` does
-        nothing.
     withholds: residuals wait of members whose gradient is all zeros.
     what: name in messages of the exchanged tensors.
     cut: a fact, as text: how parameters were cut into buckets, if ranks could differ in that.
@@ -49,17 +49,17 @@ class Exchange:
         scheme: Scheme,
         comm: Communicator,
         names: Sequence[str],
+        settings: Settings,
         *,
         owner: str,
-        nonfinite: str,
         native: bool = False,
-        clip_norm: float | None = None,
         withholds: bool = False,
         what: str = "gradient",
     ) -> None:
         self.scheme, self.comm, self.names, self.what = scheme, comm, names, what
-        self.nonfinite, self.native = nonfinite, native
-        self._owner, self._clip_norm, self._withholds = owner, clip_norm, withholds and bool(scheme.keeps)
+        self.nonfinite, self.native, self._clip_norm = settings.nonfinite, native, settings.clip_norm
+        self._owner = owner if self._clip_norm is None else f"{owner} with clip_norm={self._clip_norm}"
+        self._withholds = withholds and bool(scheme.keeps)
         self.cut = self.shared = ""
         self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
         self._lanes: dict[int, Lane] = {}  # by first member

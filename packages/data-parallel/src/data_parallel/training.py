@@ -56,16 +56,9 @@ class Training:
         self._begins = True  # no step since parameters may have been loaded
         selects = sends == "updates"
         self.scheme, self.choice = choose_scheme(settings, comm, selects=selects, parameters=parameters)
+        what = sends.removesuffix("s")
         self.exchange = Exchange(
-            self.scheme,
-            comm,
-            names,
-            owner=owner if settings.clip_norm is None else f"{owner} with clip_norm={settings.clip_norm}",
-            withholds=withholds,
-            nonfinite=settings.nonfinite,
-            native=native,
-            clip_norm=settings.clip_norm,
-            what=sends.removesuffix("s"),
+            self.scheme, comm, names, settings, owner=owner, native=native, withholds=withholds, what=what
         )
 
     @property

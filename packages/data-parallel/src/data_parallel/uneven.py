@@ -17,8 +17,10 @@ def group_for_join(given: Any) -> dist.ProcessGroup:
     """Process group of an optimizer's comm; TypeError if torch's `Join` cannot use it."""
     group = default_group() if given is None else given
     if not isinstance(group, dist.ProcessGroup):
-        what = type(given).__name__
-        raise TypeError(f"Join counts ranks by a torch process group, but comm is {what}: give that group, or no comm")
+        raise TypeError(
+            f"Join counts ranks by a torch process group, but comm is {type(given).__name__}: give the optimizer the "
+            "process group itself, or none for the default one"
+        )
     return group
 
 

@@ -32,7 +32,7 @@ class SavedBucketLayout:
         if not isinstance(layout, list) or not all(
             isinstance(names, list) and names and all(isinstance(name, str) for name in names) for names in layout
         ):
-            raise ValueError(f"the state's buckets are {layout!r}, expected lists of parameters' names: it is damaged")
+            raise ValueError(f"the state's buckets are {layout!r}, expected lists of parameters' names: it was damaged")
         self.layout: list[list[str]] = [list(names) for names in layout]
         self._backwards = 0
         self._held: list[tuple[Bucket, Tensor, Gate]] = []
