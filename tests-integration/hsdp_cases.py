@@ -444,7 +444,7 @@ def nothing_of_a_step_is_kept_after_the_next():
     run = Run()
     for step in range(4):
         run.step(step)
-        assert 0 < len(run.state._exchange._tally._step) <= 3  # of three modules
+        assert 0 < len(run.state._exchange.tally._step) <= 3  # of three modules
 
 
 def a_bad_match_of_optimizer_is_said_once():

@@ -89,7 +89,7 @@ def test_another_number_of_ranks_is_pointed_to_reshard_residuals(options):
     def resumed(comm):
         model, optimizer = made(comm, **options)
         before = optimizer.state_dict()
-        said = r"holds those of 4 ranks, but there are 2 now: .* reshard_residuals\(state, size\)"
+        said = r"holds those of 4 ranks, but there are 2 now: .* data_parallel.reshard_residuals\(states, size\)"
         with pytest.raises(ValueError, match=said):
             optimizer.load_state_dict(state)
         assert str(optimizer.state_dict()) == str(before)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from communicators import Bucket, CollectiveError, SimulatedWorld
 from data_parallel.exchange import Exchange
-from data_parallel.lanes import ERROR_STATE
 from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
 from hypothesis import given
@@ -39,7 +38,7 @@ def exchange_of(comm, nonfinite, *, algorithm, momentum, dense_below, compressor
         nonfinite=nonfinite,
     )
     scheme, _ = choose_scheme(settings, comm, selects=False, parameters=[])
-    return Exchange(scheme, comm, list(SHAPES), owner="a test", nonfinite=nonfinite)
+    return Exchange(scheme, comm, list(SHAPES), settings, owner="a test")
 
 
 def step(exchange, buckets, number, bad):
@@ -97,7 +96,7 @@ def run(comm, bad, *, nonfinite, ends, together, settings):
 
 
 def kept_by_parameter(exchange):
-    return {(kind, name): t for kind in ERROR_STATE for name, t in exchange.error_state(kind).items()}
+    return {(kind, name): t for kind, kept in exchange.error_state().items() for name, t in kept.items()}
 
 
 def spoiled(rank, bad):

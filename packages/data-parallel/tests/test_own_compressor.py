@@ -121,7 +121,7 @@ def test_errors_name_the_rank_and_the_settings_of_the_others():
 
 def test_the_hook_takes_it():
     state = SparseHookState(Alone(), algorithm=named("mine"))
-    assert (state.algorithm, state.entry) == ("mine", None)
+    assert state.algorithm == "mine"
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def test_density_and_compressor():
         ),
         ({"algorithm": None}, TypeError, "algorithm is None, expected a name"),
         ({"algorithm": "dense", "momentum": 0.9}, ValueError, "momentum=0.9 belongs into the"),
+        ({"algorithm": "spardl", "options": {"team": 2}}, ValueError, "spardl has no option team; it takes: teams"),
+        ({"densty": 0.1}, TypeError, r"has no setting 'densty' \(did you mean 'density'\?\); it takes .*density"),
         ({"options": ["teams"]}, TypeError, r"options is \['teams'\], expected a mapping"),
         ({"compressor": 0.01}, TypeError, r"compressor is 0.01, expected one such as TopK\(0.01\)"),
         ({"compressor": TopK}, TypeError, r"expected one such as TopK\(0.01\)"),

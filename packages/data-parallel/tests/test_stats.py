@@ -8,7 +8,7 @@ import pytest
 import torch
 from communicators import Alone, Link, SimulatedWorld, Stats
 from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
-from data_parallel.tally import Tally, covered
+from data_parallel.tally import Tally
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -86,17 +86,26 @@ def test_seconds_are_hidden_while_the_rank_computes_and_waited_for_after_that():
     assert seconds(7.0, overlap=True) == [2.0, 0.0, 2.0]
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(-3, 9)), max_size=8))
-def test_what_spans_cover_is_counted_once(spans):
-    spans = [(begin, begin + length) for begin, length in spans]
-    assert covered(spans) == len({second for begin, end in spans for second in range(begin, end)})
-
-
 class Span:
     """Of something that was under way."""
 
     def __init__(self, began, ended):
         self.began, self.ended, self.bytes_sent = began, ended, 2
+
+
+def covered(spans):
+    return len({second for begin, end in spans for second in range(begin, end)})
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(-3, 9)), max_size=8), st.integers(0, 40))
+def test_what_spans_cover_is_counted_once(spans, since):
+    spans = [(begin, begin + length) for begin, length in spans]
+    tally = Tally(lambda: since)
+    tally._step = [Span(*span) for span in spans]
+    tally.waiting_since = since
+    numbers = tally.numbers()
+    assert numbers["seconds_exchanging"] == covered(spans)
+    assert numbers["seconds_waited"] == covered((max(begin, since), end) for begin, end in spans)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))

@@ -153,9 +153,11 @@ def test_residuals_of_gradients_are_not_taken_for_updates():
         _, state = train(comm, range(2), density=0.1)
         model, _ = made(comm)
         other = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm=comm)
-        with pytest.raises(ValueError, match="are of updates, saved by an UpdateOptimizer"):
+        with pytest.raises(ValueError, match="are of updates, and not of gradients: load it into an UpdateOptimizer"):
             other.load_state_dict(state)
-        with pytest.raises(ValueError, match="are of gradients, saved by a DistributedOptimizer"):
+        with pytest.raises(
+            ValueError, match="are of gradients, and not of updates: load it into a DistributedOptimizer"
+        ):
             made(comm)[1].load_state_dict(other.state_dict())
 
     SimulatedWorld(2).run(body)

@@ -126,7 +126,7 @@ def test_teams_are_chosen_too():
             sparse_allreduce(topk(torch.ones(5050), 50), comm, k=50, algorithm="auto", state=state)
             by_call = comm.messages_sent - before
         hook = SparseHookState(comm, algorithm="auto", named_parameters=model.named_parameters())
-        return optimizer.choice, by_step, by_call, hook.entry.options
+        return optimizer.choice, by_step, by_call, hook.choice.options
 
     choice, by_step, by_call, of_hook = SimulatedWorld(3, link=SLOW).run(body)[0]
     assert (choice.algorithm, choice.options, by_step) == ("spardl", {"teams": 3}, 2)

@@ -12,6 +12,9 @@ sum these sketches, in one message, and f comes from sums over steps, in which o
 the second moment itself. There is one f for the whole model: one per tensor did no better. f does not depend on P, so
 it stays valid when a state moves to another number of ranks.
 
+Decoupled weight decay is the same on one rank as on many, and is not lengthened; except for 16-bit parameters, where
+most of it is rounded off, so that the remainder is not known.
+
 Not covered: an eps that is large beside √v (steps are then not divided by their size, and come out too long), and a
 weight decay that is added to gradients (its effect on v is common to all ranks, and is not seen).
 """
@@ -99,11 +102,9 @@ class AdamStepCorrection:
 
     @torch.no_grad()
     def lengthen(self, updates: Mapping[Tensor, Tensor]) -> None:
-        """Multiplies by 1/√c, in place, what the optimizer has just added to each parameter.
+        """Multiplies by 1/√c, in place, what the optimizer has just added to each parameter, as in `updates`.
 
-        Decoupled weight decay is the same on one rank as on many, and is left as it is; except for 16-bit parameters,
-        where most of it is rounded off, so that the remainder is not known.
-        updates: by parameter; the parameters have their values from before that step.
+        The parameters have their values from before. Decoupled weight decay stays as it is.
         """
         if not self._concerned:
             return
@@ -113,9 +114,8 @@ class AdamStepCorrection:
             decay = group["lr"] * group["weight_decay"] if decoupled else 0.0
             for p in group["params"]:
                 if p.grad is not None and p in updates:
-                    update = updates[p]
-                    adapted = update + decay * p if decay and p.dtype.itemsize > 2 else update
-                    update.add_(adapted, alpha=more)
+                    adapted = updates[p] + decay * p if decay and p.dtype.itemsize > 2 else updates[p]
+                    updates[p].add_(adapted, alpha=more)
 
     def _decay(self) -> float:
         """Decay factor per step of the second moment, for most elements."""

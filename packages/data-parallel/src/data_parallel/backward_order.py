@@ -68,8 +68,8 @@ class BackwardOrder:
         if member not in lacking:
             discard = "" if self.under_way else "; a backward that is to be thrown away ends with optimizer.zero_grad()"
             raise RuntimeError(
-                "a second backward() before step(), but the first one's gradients are under way, or wait for the rest "
-                f"of their bucket: accumulate inside no_sync(), all but the last backward of a step{discard}"
+                "a second backward() before step(), while the first one's gradients are under way, or wait for their "
+                f"bucket: accumulate inside no_sync(), all but the last backward of a step{discard}"
             )
         lacking.remove(member)
         while self._started < len(self._lacking) and not self._lacking[self._started]:

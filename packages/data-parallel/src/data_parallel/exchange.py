@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from data_parallel.clipping import clip_limit, clip_together
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, empty_like
 from data_parallel.nonfinite import culprit, refuse_nonfinite, unlawful
+from data_parallel.settings import Settings
 from data_parallel.tally import Tally
 
 Checked = tuple[Any, CollectiveError | None]
@@ -28,19 +30,18 @@ Checked = tuple[Any, CollectiveError | None]
 class Exchange:
     """Means of buckets, and the steps that they make up.
 
-    names: names of the parameters, which buckets refer to by position; the list may grow. owner: the owner's name in
-        messages.
-    nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each `Work`'s wait. "skip":
-        `commit_or_rollback` tells whether the step stands, and otherwise undoes it. "pass": nothing is checked.
-    native: dense sums are left to the transport, if it has its own, when their `Work` is waited for.
-    clip_norm: target norm of the mean, which `clip` approaches by clipping ranks' own gradients; None: `clip` does
-        nothing.
+    names: names of the parameters, which buckets refer to by position; the list may grow.
+    settings: of them nonfinite and clip_norm. nonfinite="raise": a NaN or inf of any rank is an error on all of them,
+        raised by each mean's wait. "skip": `commit_or_rollback` tells whether the step stands, and otherwise undoes it.
+        clip_norm: target norm of the mean, which `clip` approaches by clipping ranks' own gradients.
+    owner: the owner's name in messages.
+    native: dense sums are left to the transport, if it has its own, when their mean is waited for.
+    withholds: residuals wait of members whose gradient is all zeros.
     what: name in messages of the exchanged tensors.
-    keeps: those of `ERROR_STATE` that the scheme keeps.
     cut: a fact, as text: how parameters were cut into buckets, if ranks could differ in that.
     shared: another fact, about this step: values that ranks must share.
+    unclaimed: error state of no lane, by kind and parameter: that was loaded, or whose bucket has been cut anew.
     selection_seconds: seconds so far on this rank, by the communicator's clock.
-    begin_waiting: to be called when this rank has nothing else to do than wait for what it has started.
     """
 
     def __init__(
@@ -48,27 +49,27 @@ class Exchange:
         scheme: Scheme,
         comm: Communicator,
         names: Sequence[str],
+        settings: Settings,
         *,
         owner: str,
-        nonfinite: str,
         native: bool = False,
-        clip_norm: float | None = None,
+        withholds: bool = False,
         what: str = "gradient",
     ) -> None:
         self.scheme, self.comm, self.names, self.what = scheme, comm, names, what
-        self.nonfinite, self.native, self.keeps = nonfinite, native, scheme.keeps
-        self._owner, self._clip_norm = owner, clip_norm
-        self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
+        self.nonfinite, self.native, self._clip_norm = settings.nonfinite, native, settings.clip_norm
+        self._owner = owner if self._clip_norm is None else f"{owner} with clip_norm={self._clip_norm}"
+        self._withholds = withholds and bool(scheme.keeps)
         self.cut = self.shared = ""
+        self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
         self._lanes: dict[int, Lane] = {}  # by first member
         self._open: list[Lane] = []  # those of this step, as they were first used in it
-        self._error_state: dict[str, dict[str, Tensor]] = {kind: {} for kind in ERROR_STATE}  # of no lane, by parameter
+        self.unclaimed: dict[str, dict[str, Tensor]] = {kind: {} for kind in ERROR_STATE}
         self._states: dict[str, State] = {}  # of the algorithm, loaded, of no lane yet
         self.totals_finite: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
         self.dropped_finite: list[Tensor] = []
         self.selection_seconds = 0.0
-        self._tally = Tally(comm.clock)
-        self.begin_waiting = self._tally.begin_waiting
+        self.tally = Tally(comm.clock)
 
     def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, of: int | None = None) -> None:
         """Clips this rank's gradients, which have the loss scale `scale`, in place before they are started.
@@ -80,20 +81,28 @@ class Exchange:
             share = 1.0 if of is None else sum(flat.numel() for flat in flats) / of
             clip_together(flats, scale * clip_limit(self._clip_norm, self.comm.size) * math.sqrt(share))
 
-    def start(self, bucket: Bucket, flat: Tensor, *, scale: float = 1.0, unused: Sequence[slice] = ()) -> Work[Tensor]:
-        """Starts one bucket: `flat`, 1-D, belongs to the exchange until the work, its mean, has been waited for.
+    def start(self, bucket: Bucket, flat: Tensor, *, scale: float = 1.0, of: int | None = None) -> Mean:
+        """Starts one bucket: `flat`, 1-D, belongs to the exchange until its mean has been waited for.
 
-        scale: loss scale; residuals are stored without it. unused: spans whose residuals wait; their gradient is zero.
+        scale: loss scale; residuals are stored without it. of: elements of the whole model, to clip this bucket by its
+        share of them; None: it is not clipped here.
         """
-        lane = self.open(bucket)
+        lane = self._lanes.get(bucket.members[0])
+        if lane is None or lane.bucket != bucket:
+            lane = self.open(bucket)
         if lane not in self._open:
             self._open.append(lane)
+        if of is not None:
+            self.clip([flat], scale=scale, of=of)
+        unused = unused_spans(lane.spans, flat) if self._withholds else ()
         began = self.comm.clock()
         with tracing.labelled("select"):
             sending = lane.send(flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
-        mean = _Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self._loaded}{self.cut}")
-        self._tally.add(mean, dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
+        mean = Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self._loaded}{self.cut}")
+        if not self.native or sending.summed is None:
+            mean.work = start(mean.checked(sending.schedule), self.comm, facts=mean.facts, device=bucket.device)
+        self.tally.add(mean.work or mean, dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
         return mean
 
     def open(self, bucket: Bucket) -> Lane:
@@ -105,21 +114,19 @@ class Exchange:
             if self.totals_finite:  # a skipped step could not be undone in other buckets
                 self.commit_or_rollback()
             for kind, found in self._by_parameter([old]).items():
-                self._error_state[kind].update(found)
+                self.unclaimed[kind].update(found)
             del self._lanes[old.bucket.members[0]]
             self._open = [lane for lane in self._open if lane is not old]
         key = self.names[first]
-        kept = {kind: flat for kind in self.keeps if (flat := self._taken(bucket, kind)) is not None}
-        lane = self._lanes[first] = self.scheme.open(bucket, Saved(key, kept, self._states.pop(key, None)))
-        return lane
+        self._lanes[first] = self.scheme.open(bucket, Saved(key, self._taken(bucket), self._states.pop(key, None)))
+        return self._lanes[first]
 
     def commit_or_rollback(self) -> bool:
         """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
-        totals, dropped = self.totals_finite, self.dropped_finite
-        self.totals_finite, self.dropped_finite = [], []
-        if totals and not bool(torch.stack(totals).all()):
-            self._rollback()
+        if self.totals_finite and not bool(torch.stack(self.totals_finite).all()):
+            self.undo()
             return False
+        dropped, self.totals_finite, self.dropped_finite = self.dropped_finite, [], []
         if dropped and not bool(torch.stack(dropped).all()):
             raise unlawful(self._owner, self.comm.rank)
         for lane in self._open:
@@ -133,14 +140,10 @@ class Exchange:
 
     def undo(self) -> None:
         """Ends a step that has failed, and takes back what it can."""
-        self.totals_finite, self.dropped_finite = [], []
         if self.nonfinite == "skip":
-            self._rollback()
-
-    @property
-    def left_over(self) -> list[str]:
-        """Parameters with loaded residuals that no bucket has brought."""
-        return sorted(self._error_state["residuals"])
+            for lane in reversed(self._open):  # lanes share a compressor's state, which the first saw before the step
+                lane.rollback()
+        self._open, self.totals_finite, self.dropped_finite = [], [], []
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -157,25 +160,22 @@ class Exchange:
         The algorithm's is a list, which torch.distributed.checkpoint loads as a whole.
         """
         states = self._states | {lane.key: lane.state for lane in self._lanes.values() if lane.state is not None}
-        kept = {kind: self.error_state(kind) for kind in ERROR_STATE}
-        return {**kept, "algorithm_state": list(states.items()), **self.scheme.state_dict()}
+        return {**self.error_state(), "algorithm_state": list(states.items()), **self.scheme.state_dict()}
 
-    def error_state(self, kind: str) -> dict[str, Tensor]:
-        """One of `ERROR_STATE`, by parameter: references."""
-        return {**self._error_state[kind], **self._by_parameter(self._lanes.values())[kind]}
+    def error_state(self) -> dict[str, dict[str, Tensor]]:
+        """Error state by kind and parameter: references."""
+        found = self._by_parameter(self._lanes.values())
+        return {kind: {**self.unclaimed[kind], **found[kind]} for kind in ERROR_STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces everything by copies from an adapter's state. Raises ValueError before anything is changed.
-
-        Another algorithm's own state is left out.
-        """
+        """Replaces everything by copies of a state, but for another algorithm's own. ValueError before any change."""
         if state["algorithm"] != self.scheme.name:
             state = {**state, "algorithm_state": []}
         refuse_nonfinite({kind: state[kind] for kind in ERROR_STATE})
         error_state = {kind: {name: tensor.clone() for name, tensor in state[kind].items()} for kind in ERROR_STATE}
         states = copy.deepcopy(dict(state["algorithm_state"]))
         self.scheme.load_state_dict(state)
-        self._error_state, self._states, lanes = error_state, states, list(self._lanes.values())
+        self.unclaimed, self._states, lanes = error_state, states, list(self._lanes.values())
         self._lanes, self._open, self.totals_finite, self.dropped_finite = {}, [], [], []
         self._loaded = f" with a state of {state['steps']} steps loaded" if "steps" in state else " with a state loaded"
         for lane in lanes:
@@ -187,16 +187,11 @@ class Exchange:
         residuals = [lane.residual for lane in self._lanes.values() if lane.residual is not None]
         squares = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals]
         return {
-            **self._tally.numbers(),
+            **self.tally.numbers(),
             **({} if left is None else {"dense_steps_left": left}),
             "seconds_selecting": self.selection_seconds,
             "residual_norm": math.sqrt(sum(squares)),
         }
-
-    def _rollback(self) -> None:
-        for lane in reversed(self._open):  # lanes share a compressor's state, which the first one saw before the step
-            lane.rollback()
-        self._open = []
 
     def _by_parameter(self, lanes: Iterable[Lane]) -> dict[str, dict[str, Tensor]]:
         """Error state of lanes, by parameter: views."""
@@ -207,102 +202,112 @@ class Exchange:
                     found[kind][self.names[member]] = view
         return found
 
-    def _taken(self, bucket: Bucket, kind: str) -> Tensor | None:
-        """The members' residuals or velocities as one flat tensor, zeros where there is none; None without any."""
-        found: dict[int, Tensor | None] = {}
-        for member, shape in zip(bucket.members, bucket.shapes, strict=True):
-            tensor = found[member] = self._error_state[kind].pop(self.names[member], None)
-            if tensor is not None and tensor.shape != shape:
-                raise ValueError(f"{kind} of {self.names[member]!r}: {tuple(tensor.shape)}, expected {tuple(shape)}")
-        if all(tensor is None for tensor in found.values()):
-            return None
-        return bucket.gather(found, out=empty_like(bucket))
+    def _taken(self, bucket: Bucket) -> dict[str, Tensor]:
+        """The members' unclaimed residuals and velocities, each as one flat tensor, zeros where there is none."""
+        kept = {}
+        for kind in self.scheme.keeps:
+            found: dict[int, Tensor | None] = {}
+            for member, shape in zip(bucket.members, bucket.shapes, strict=True):
+                tensor = found[member] = self.unclaimed[kind].pop(self.names[member], None)
+                if tensor is not None and tensor.shape != shape:
+                    raise ValueError(
+                        f"{kind} of {self.names[member]!r}: {tuple(tensor.shape)}, expected {tuple(shape)}"
+                    )
+            if any(tensor is not None for tensor in found.values()):
+                kept[kind] = bucket.gather(found, out=empty_like(bucket))
+        return kept
 
 
-class _Mean(Work[Tensor]):
+@dataclass(eq=False)
+class Mean:
     """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request.
 
-    began, ended, bytes_sent: of what carries it, once it was waited for.
+    work: the call that carries it; None: the transport's own sum does, once it is waited for. began, ended, bytes_sent:
+    of that sum, as a `Work` has them.
     """
 
-    began, bytes_sent = 0.0, 0
+    exchange: Exchange
+    lane: Lane
+    sending: Sending
+    facts: str
+    work: Work[Checked] | None = None
+    began: float = math.inf
     ended: float | None = None
+    bytes_sent: int = 0
+    mean: Tensor | None = None
 
-    def __init__(self, exchange: Exchange, lane: Lane, sending: Sending, facts: str) -> None:
-        self._exchange, self._lane, self._sending, self._facts = exchange, lane, sending, facts
-        self._mean: Tensor | None = None
-        self.began = exchange.comm.clock()
-        native = exchange.native and sending.summed is not None
-        self._work = None if native else self._started()
-
-    def wait(self, timeout: float | None = None) -> Tensor:
-        if self._mean is None:
-            try:
-                result, error = self._summed() if self._work is None else self._work.wait(timeout)
-            finally:
-                if self._work is not None:
-                    work = self._work
-                    self.began, self.ended, self.bytes_sent = work.began, work.ended, work.bytes_sent
+    def wait(self) -> Tensor:
+        """The mean. Raises the CollectiveError of the call, or of what is not finite."""
+        if self.mean is None:
+            exchange = self.exchange
+            result, error = self._summed() if self.work is None else self.work.wait()
             if error is not None:
                 raise error
             with tracing.labelled("restore"):
-                self._mean, seen = self._lane.receive(self._sending, result)
-            if self._exchange.nonfinite == "skip":
-                self._exchange.totals_finite.append(all_finite(seen))
-                self._exchange.dropped_finite.append(all_finite(self._lane.values(result)[1]))
-        return self._mean
+                self.mean, seen = self.lane.receive(self.sending, result)
+            if exchange.nonfinite == "skip":
+                exchange.totals_finite.append(all_finite(seen))
+                exchange.dropped_finite.append(all_finite(self.lane.values(result)[1]))
+        return self.mean
 
-    def is_completed(self) -> bool:
-        return self._work is not None and self._work.is_completed()
+    def checked(self, schedule: Schedule[Any]) -> Schedule[Checked]:
+        """The schedule's result and, in the same call, the error that names who gave what is not finite in it.
 
-    def get_future(self) -> torch.futures.Future[Tensor]:
-        if self._work is None:
-            raise NotImplementedError("a sum by the transport's own allreduce is waited for")
-        return self._work.get_future().then(lambda _: self.wait())
-
-    def _started(self) -> Work[Checked]:
-        schedule = self._checked(self._sending.schedule)
-        return start(schedule, self._exchange.comm, facts=self._facts, device=self._lane.bucket.device)
+        Where only what this rank keeps is not finite, the algorithm has hidden that: then all ranks' calls fail.
+        """
+        result = yield from schedule
+        exchange, sending, bucket = self.exchange, self.sending, self.lane.bucket
+        if exchange.nonfinite != "raise":
+            return result, None
+        total, dropped = self.lane.values(result)
+        if not bool(all_finite(total)):
+            return result, (yield from culprit(sending.suspect(), bucket, exchange.names, exchange.comm, exchange.what))
+        if not bool(all_finite(dropped)):
+            raise unlawful(self.facts, exchange.comm.rank)
+        return result, None
 
     def _summed(self) -> Checked:
         """The plain sum, by the transport where it has one."""
-        comm, summed = self._exchange.comm, self._sending.summed
+        comm, device = self.exchange.comm, self.lane.bucket.device
         self.began = comm.clock()
-        total = comm.native_allreduce(cast(Tensor, summed), facts=self._facts)
-        if total is None:
-            self._work = self._started()
-            return self._work.wait()
-        self.bytes_sent = 2 * total.nbytes * (comm.size - 1) // comm.size  # of the best dense allreduces
+        total = comm.native_allreduce(cast(Tensor, self.sending.summed), facts=self.facts)
         outcome: Checked = total, None
-        if self._exchange.nonfinite == "raise" and not bool(all_finite(total)):
-            facts = f"what is not finite in {self._sending.facts}"
-            outcome = run(self._checked(_done(total)), comm, facts=facts, device=self._lane.bucket.device)
+        if total is None:
+            work = start(self.checked(self.sending.schedule), comm, facts=self.facts, device=device)
+            outcome, self.bytes_sent = work.wait(), work.bytes_sent
+        else:
+            self.bytes_sent = 2 * total.nbytes * (comm.size - 1) // comm.size  # of the best dense allreduces
+            if self.exchange.nonfinite == "raise" and not bool(all_finite(total)):
+                outcome = run(self.checked(_done(total)), comm, facts=f"not finite: {self.facts}", device=device)
         self.ended = comm.clock()
         return outcome
-
-    def _checked(self, schedule: Schedule[Any]) -> Schedule[Checked]:
-        """The schedule's result and, in the same call, the error that names who gave what is not finite in it.
-
-        Where only what this rank is to keep is not finite, the algorithm has hidden it from the others: then the call
-        fails, which all of them learn.
-        """
-        result = yield from schedule
-        if self._exchange.nonfinite != "raise":
-            return result, None
-        exchange, (total, dropped) = self._exchange, self._lane.values(result)
-        if not bool(all_finite(total)):
-            found = self._sending.suspect()
-            told = culprit(found, self._lane.bucket, exchange.names, exchange.comm, what=exchange.what)
-            return result, (yield from told)
-        if not bool(all_finite(dropped)):
-            raise unlawful(self._facts, exchange.comm.rank)
-        return result, None
 
 
 def _done(result: Any) -> Schedule[Any]:
     """A schedule that has its result already."""
     yield from ()
     return result
+
+
+def wait_for_all(means: Iterable[Mean]) -> list[Tensor]:
+    """All means; raises the first error once all of them are over, so that none is under way after it."""
+    found, errors = [], []
+    for mean in means:
+        try:
+            found.append(mean.wait())
+        except CollectiveError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return found
+
+
+def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:
+    """Spans of members that are all zeros. For most others the first elements show that they are not."""
+    if not flat.is_cpu:  # one look for all of them, because each waits for the device
+        used = torch.stack([flat[span].any() for span in spans]).tolist()
+        return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
+    return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
 
 
 class Means:
@@ -312,39 +317,28 @@ class Means:
     """
 
     def __init__(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
-        self._exchange, self._buckets = exchange, buckets
-        self._numel = sum(bucket.numel for bucket in buckets)
+        self.buckets, self.stands = buckets, True
+        self._exchange, self._numel = exchange, sum(bucket.numel for bucket in buckets)
         self._flats = [empty_like(bucket) for bucket in buckets]
-        self._works: dict[int, Work[Tensor]] = {}
-        self.stands = True
+        self._started: dict[int, Mean] = {}
         for bucket in buckets:
             exchange.open(bucket)
 
-    def members(self, position: int) -> Sequence[int]:
-        """Members of a bucket."""
-        return self._buckets[position].members
-
-    def start(self, tensors: Mapping[int, Tensor | None], *, clips: bool) -> None:
-        """Starts all buckets, of tensors by member; gathers all, and clips if asked to, before anything is sent."""
-        for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            bucket.gather(tensors, out=flat)
+    def start(self, tensors: Mapping[int, Tensor | None], positions: Iterable[int], *, clips: bool) -> None:
+        """Starts buckets, of tensors by member; gathers, and clips if asked to, before anything of them is sent."""
+        parts = {position: self.buckets[position].gather(tensors, out=self._flats[position]) for position in positions}
         if clips:
-            self._exchange.clip(self._flats)
-        for position, (bucket, flat) in enumerate(zip(self._buckets, self._flats, strict=True)):
-            self._works[position] = self._exchange.start(bucket, flat)
-
-    def start_one(self, position: int, tensors: Mapping[int, Tensor | None]) -> None:
-        """Starts one bucket before the others' tensors exist: it is clipped by itself."""
-        bucket = self._buckets[position]
-        flat = bucket.gather(tensors, out=self._flats[position])
-        self._exchange.clip([flat], of=self._numel)
-        self._works[position] = self._exchange.start(bucket, flat)
+            self._exchange.clip(list(parts.values()), of=self._numel)
+        for position, flat in parts.items():
+            self._started[position] = self._exchange.start(self.buckets[position], flat)
 
     def after(self, start: Callable[[], None]) -> list[Tensor]:
         """Calls `start`, which starts the remaining buckets, and ends the step; returns the means by bucket."""
         try:
             start()
-            means = self._finish()
+            self._exchange.tally.waiting_since = self._exchange.comm.clock()
+            started, self._started = self._started, {}
+            means = wait_for_all(started[position] for position in sorted(started))
             self.stands = self._exchange.commit_or_rollback()
         except Exception:
             self._exchange.undo()
@@ -353,19 +347,5 @@ class Means:
 
     def put(self, means: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Writes the means into tensors by member."""
-        for mean, bucket in zip(means, self._buckets, strict=True):
+        for mean, bucket in zip(means, self.buckets, strict=True):
             bucket.scatter(mean, tensors)
-
-    def _finish(self) -> list[Tensor]:
-        """The means of all buckets; the first error once all of them are over, so that none is under way after it."""
-        self._exchange.begin_waiting()
-        works, self._works = self._works, {}
-        means, errors = [], []
-        for position in sorted(works):
-            try:
-                means.append(works[position].wait())
-            except CollectiveError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return means

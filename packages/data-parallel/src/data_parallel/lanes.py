@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from communicators import Bucket, Schedule
-from sparse_collectives import Algorithm
 from torch import Tensor
 
 ERROR_STATE = ("residuals", "velocities")
@@ -57,12 +56,13 @@ class Sending:
 class Lane:
     """One bucket's lane.
 
+    spans: those of the members in the flat tensor.
     state: the algorithm's; a schedule changes it in place. tentative: steps may be undone, so that the state before the
     step is kept.
     """
 
     def __init__(self, bucket: Bucket, saved: Saved, *, tentative: bool) -> None:
-        self.bucket, self.key, self.state = bucket, saved.key, saved.state
+        self.bucket, self.key, self.state, self.spans = bucket, saved.key, saved.state, spans_of(bucket)
         self._tentative = tentative
         self._state_before: State | None = None
 
@@ -110,18 +110,14 @@ class Scheme:
         name: Name of the algorithm, in facts, errors and checkpoints.
         settings: Its options, as text that all ranks must share.
         wire: Encoding of the values.
-        entry: The sparse allreduce, or that of "dense"; None for a `DenseCompressor`.
         selects: Whether entries are selected, as many as the compressor says.
         keeps: Those of `ERROR_STATE` that lanes keep.
     """
 
     keeps: Sequence[str] = ()
 
-    def __init__(
-        self, name: str, settings: Sequence[str], *, entry: Algorithm | None = None, wire: str = "fp32"
-    ) -> None:
-        self.name, self.settings, self.entry, self.wire = name, settings, entry, wire
-        self.selects = entry is not None and entry.selects
+    def __init__(self, name: str, settings: Sequence[str], *, selects: bool = False, wire: str = "fp32") -> None:
+        self.name, self.settings, self.selects, self.wire = name, settings, selects, wire
 
     @property
     def dense_steps_left(self) -> int | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,35 +27,34 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from data_parallel.exchange import Exchange
+
 LOOKS = 100
 """At so many first steps that use ahead(): a regulariser may have a backward at every 16th only."""
 LATE = (
-    "the gradients of this step were made without what waits in the residuals: at a density of {density:g} an entry "
-    "of an update waits about {wait:,.0f} steps, and until then each gradient asks for it again, so training goes on "
-    "more slowly or not as far. Put forward and backward into `with optimizer.ahead():`"
+    "the gradients of this step were made without what waits in the residuals: at a density of {density:g} an update "
+    "waits about {wait:,.0f} steps, and until then each gradient asks for it again, so training is slower, or worse. "
+    "Put forward and backward into `with optimizer.ahead():`"
 )
 BOTH = (
     "of this step some gradients were made inside ahead(), others outside, without what waits in the residuals: put "
     "every forward and backward of a step into `with optimizer.ahead():`"
 )
 NONE = (
-    "something was computed inside ahead(), but no gradient: outside parameters are others again, so that its backward "
-    "fails there, with torch's 'modified by an inplace operation'. Put forward and backward of a step into `with "
-    "optimizer.ahead():`"
+    "something was computed inside ahead(), but no gradient; outside its backward fails with torch's 'modified by an "
+    "inplace operation'. Put forward and backward of a step into `with optimizer.ahead():`"
 )
 
 
 class ErrorLookahead:
     """Moves parameters by this rank's residuals of updates, and back; knows whether gradients were computed there.
 
-    residuals: returns the current ones by name. share: a. Memory: a copy of the parameters while they are ahead.
+    exchange: has the residuals. share: a. Memory: a copy of the parameters while they are ahead.
     """
 
-    def __init__(
-        self, named: Mapping[str, Tensor], residuals: Callable[[], Mapping[str, Tensor]], *, share: float
-    ) -> None:
+    def __init__(self, named: Mapping[str, Tensor], exchange: Exchange, *, share: float) -> None:
         self._names, self._parameters = list(named), list(named.values())
-        self._residuals, self._share = residuals, share
+        self._exchange, self._share = exchange, share
         self.now = False
         self._used = self._warned = self._made = self._told = False
         self._looks = LOOKS
@@ -75,12 +74,11 @@ class ErrorLookahead:
             yield
             self._made |= given != self._given()
             computes = computed != _nodes()
-            now = [p._version for p in self._parameters]
-        written = [name for name, old, new in zip(self._names, versions, now, strict=True) if old != new]
+            written = [self._names[at] for at, p in enumerate(self._parameters) if p._version != versions[at]]
         if written:
             raise RuntimeError(
-                f"{written[0]!r} was written to inside ahead(), where parameters are not those of all ranks, and has "
-                "the value of before again: load, clamp or change parameters outside"
+                f"{written[0]!r} was written to inside ahead(), which is undone: load, clamp or change parameters "
+                "outside, where they are those of all ranks"
             )
         if computes and not self._made and not self._told and self._unwatch is not None and self._unwatch.alive:
             self._told = True
@@ -89,11 +87,10 @@ class ErrorLookahead:
     def for_step(self, density: float) -> AbstractContextManager[None]:
         """Context for the wrapped optimizer's step: parameters are where gradients were computed, for weight decay.
 
-        Warns once if gradients were computed without the residuals. density: that of the steps to come.
+        Warns once if these lack the residuals. density: that of the steps to come.
         """
         used, self._used = self._used, False
-        outside = any(self._holds(member) for member in self._outside)
-        self._outside.clear()
+        outside, self._outside = any(self._holds(member) for member in self._outside), set()
         self._looks -= used
         warns = density < 1 and not self._warned and (outside or not used)
         self._warned |= warns
@@ -122,13 +119,10 @@ class ErrorLookahead:
         """Sets hooks that run before and after autograd adds to a gradient, until all is known or this object dies."""
         if self._unwatch is not None or self._warned:
             return
-        watching, handles = weakref.ref(self), []
+        handles, adds, added = [], weakref.WeakMethod(self.adds), weakref.WeakMethod(self.added)
         for member, p in enumerate(self._parameters):
-            before, after = (
-                partial(_tell, watching, look, member) for look in (ErrorLookahead.adds, ErrorLookahead.added)
-            )
-            handles.append(p.register_hook(before))  # type: ignore[no-untyped-call]
-            handles.append(p.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            handles.append(p.register_hook(partial(_tell, adds, member)))  # type: ignore[no-untyped-call]
+            handles.append(p.register_post_accumulate_grad_hook(partial(_tell, added, member)))  # type: ignore[no-untyped-call]
         self._unwatch = weakref.finalize(self, _remove, handles)
 
     def _given(self) -> list[tuple[int, int] | None]:
@@ -138,7 +132,7 @@ class ErrorLookahead:
     @contextmanager
     def _moved(self) -> Iterator[None]:
         shared = [p.detach().clone() for p in self._parameters]
-        residuals = self._residuals()
+        residuals = self._exchange.error_state()["residuals"]
         with torch.no_grad():
             for name, p in zip(self._names, self._parameters, strict=True):
                 if name in residuals:
@@ -157,13 +151,10 @@ def _nodes() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-def _tell(
-    ahead: weakref.ref[ErrorLookahead], look: Callable[[ErrorLookahead, int], None], member: int, _: Tensor
-) -> None:
+def _tell(ahead: weakref.WeakMethod[Any], member: int, _: Tensor) -> None:
     """Hook of a parameter; holds only a weak reference, so it keeps nothing alive."""
-    watching = ahead()
-    if watching is not None:
-        look(watching, member)
+    if (look := ahead()) is not None:
+        look(member)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -12,14 +12,12 @@ from torch import Tensor
 
 
 def culprit(
-    found: int, bucket: Bucket, names: Sequence[str], comm: Communicator, *, what: str
+    found: int, bucket: Bucket, names: Sequence[str], comm: Communicator, what: str
 ) -> Schedule[CollectiveError]:
     """The error that every rank is to raise where a bucket's total is not finite.
 
     All ranks see the same total, so all enter this gather of 8 bytes a rank: each tells which parameter of its own was
-    not finite.
-
-    found: the first such element of this rank's flat gradient, -1 if none. what: name of what is exchanged.
+    not finite. found: the first such element of this rank's flat gradient, -1 if none. what: name of what is exchanged.
     """
     ends = accumulate(shape.numel() for shape in bucket.shapes)
     member = -1 if found < 0 else next(m for m, end in zip(bucket.members, ends, strict=True) if found < end)
@@ -63,7 +61,6 @@ def _error(culprits: Sequence[int], names: Sequence[str], what: str) -> Collecti
                 f"step; look for its cause there{made}, or skip such steps {how_to_skip}"
             )
     return CollectiveError(
-        f"the sum of the {what}s over the ranks is not finite although every rank's was: it overflowed, so no rank "
-        f"took the step; clip the gradients, lower the loss scale or take a wire of more range than fp16, or skip such "
-        f"steps {how_to_skip}"
+        f"every rank's {what} is finite, but not their sum: it overflowed, so no rank took the step; clip them, lower "
+        f"the loss scale, take a wire of more range than fp16, or skip such steps {how_to_skip}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack
 
@@ -26,12 +26,15 @@ INSTEAD = "Wrap it in an UpdateOptimizer, and make gradients inside `with optimi
 FIXED = {*ExchangeSettings.__annotations__, "bucket_bytes", "choice", "comm", "nonfinite", "overlap"}
 
 
+Named = Iterable[tuple[str, Tensor]]
+
+
 class ExchangingOptimizer(Wrapping):
     """Base of the two optimizers: what they take, a step's beginning and end, and checkpoints.
 
     Args:
         optimizer: Built over the live parameters.
-        named_parameters: Those of the whole model.
+        named: Parameters of the whole model, by name.
         comm: The ranks.
         settings: Checked ones.
         sends: "gradients" or "updates".
@@ -40,32 +43,18 @@ class ExchangingOptimizer(Wrapping):
 
     advice = RESHARD
     instead_of_ddp = "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook)"
-    instead_of_shards = (
-        "there is no mean to take over ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step "
-        "a plain optimizer"
-    )
+    instead_of_shards = "exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        named_parameters: Iterable[tuple[str, Tensor]],
-        comm: Any,
-        settings: Settings,
-        *,
-        sends: str,
-        overlap: bool = False,
+        self, optimizer: Optimizer, named: Named, comm: Any, settings: Settings, *, sends: str, overlap: bool = False
     ) -> None:
-        super().__init__(optimizer, named_parameters, comm)
-        pairs = list(reversed(self.trained.items()) if overlap else self.trained.items())
-        self._names, self._trained = [name for name, _ in pairs], [p for _, p in pairs]
-        owner, parameters = f"a {type(self).__name__}", list(self.trained.values())
-        self._training = Training(
-            settings, self.comm, self._names, parameters, owner=owner, sends=sends, native=not overlap
-        )
-        self._exchange = self._training.exchange
-        self._group = comm
-        self._accumulates = False
+        super().__init__(optimizer, named, comm)
+        self._sent = dict(reversed(self.trained.items()) if overlap else self.trained.items())
+        self._trained, owner = list(self._sent.values()), f"a {type(self).__name__}"
+        sent = list(self._sent), list(self.trained.values())
+        self._training = Training(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
+        self._exchange, self._group, self._accumulates = self._training.exchange, comm, False
         self._shadow: Shadow | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -180,7 +169,7 @@ class ExchangingOptimizer(Wrapping):
         """
         self._refuse_mid_step("state_dict()")
         training = self._training
-        own = training.state(zip(self._names, self._trained, strict=True))
+        own = training.state(self._sent.items())
         return self.state_with(own, stepped=training.taken > training.skipped)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -196,8 +185,7 @@ class ExchangingOptimizer(Wrapping):
                 the other kind of optimizer, or parameters do not fit.
             RuntimeError: Gradients are under way.
         """
-        shapes = {name: p.shape for name, p in zip(self._names, self._trained, strict=True)}
-        state_dict, own = self._training.own(state_dict, shapes)
+        state_dict, own = self._training.own(state_dict, {name: p.shape for name, p in self._sent.items()})
         wrapped = check_loaded({key: held for key, held in state_dict.items() if key != STATE_KEY}, own.get("wrapped"))
         check_groups(wrapped, self.optimizer)
         self._load(own, wrapped)
@@ -288,7 +276,7 @@ class DistributedOptimizer(ExchangingOptimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        named_parameters: Iterable[tuple[str, Tensor]],
+        named_parameters: Named,
         *,
         comm: Any = None,
         bucket_bytes: int | None = None,
@@ -305,8 +293,9 @@ class DistributedOptimizer(ExchangingOptimizer):
             self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
             self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
-        paused = lambda: self._accumulates  # noqa: E731
-        self._overlap = BackwardOrder(self._trained, buckets, self._start, paused) if overlap else None
+        self._overlap = (
+            BackwardOrder(self._trained, buckets, self._start, lambda: self._accumulates) if overlap else None
+        )
         take_over(optimizer, self._overlap)
         self._means = Means(self._exchange, buckets)
         self.start_alike(f"{self._training.facts()}, {bucket_bytes=}, {overlap=}")
@@ -345,16 +334,19 @@ class DistributedOptimizer(ExchangingOptimizer):
         Raises:
             RuntimeError: Gradients are under way.
         """
+        if self._under_way:
+            raise RuntimeError(
+                "zero_grad() while gradients are under way: call step(), or, to throw their mean away, synchronize() "
+                "and then zero_grad(), on every rank; what was not selected stays in the residuals for later steps"
+            )
         if self._overlap is not None:
-            if self._overlap.under_way:
-                raise RuntimeError(
-                    "zero_grad() while gradients are under way: call step(), or, to throw their mean away, "
-                    "synchronize() and then zero_grad(), on every rank; synchronize() also sends the other gradients, "
-                    "as they are now, and what was not selected stays in the residuals for later steps"
-                )
             self._overlap.reset()
         self._synchronized = False
         super().zero_grad(set_to_none)
+
+    @property
+    def _under_way(self) -> bool:
+        return self._overlap is not None and self._overlap.under_way
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         if closure and self._synchronized:
@@ -387,7 +379,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         if position == 0:  # nothing has been sent yet
             self.check_exchange()
             self._begin_exchange()
-        self._means.start_one(position, self._gradients(self._means.members(position)))
+        self._start_buckets([position])
 
     def _start_all(self) -> None:
         """Starts the exchange of all buckets that backward has not started."""
@@ -396,25 +388,24 @@ class DistributedOptimizer(ExchangingOptimizer):
             self._overlap.reset()
             return
         self._begin_exchange()
-        self._means.start(self._gradients(range(len(self._trained))), clips=True)
+        self._start_buckets(range(len(self._means.buckets)))
 
-    def _gradients(self, members: Iterable[int]) -> dict[int, Tensor | None]:
-        """Gradients by member; None where backward has not reached. TypeError names the parameter of a sparse one."""
+    def _start_buckets(self, positions: Sequence[int]) -> None:
+        """Starts buckets of gradients, zeros where backward has not reached. TypeError names a sparse one."""
+        members = [member for position in positions for member in self._means.buckets[position].members]
         gradients = {member: self._trained[member].grad for member in members}
         for member, gradient in gradients.items():
             if gradient is not None and gradient.layout != torch.strided:
-                raise TypeError(
-                    f"the gradient of {self._names[member]!r} has layout {gradient.layout}, expected a dense one: "
-                    "for an embedding use sparse=False"
-                )
-        return gradients
+                name = list(self._sent)[member]
+                raise TypeError(f"the gradient of {name!r} has layout {gradient.layout}: embeddings need sparse=False")
+        self._means.start(gradients, positions, clips=True)
 
     def _refuse_mid_step(self, what: str) -> None:
-        if self._synchronized or (self._overlap is not None and self._overlap.under_way):
+        if self._synchronized or self._under_way:
             raise RuntimeError(f"{what} while a step is under way: call it after step()")
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
-        if self._overlap is not None and self._overlap.under_way:
+        if self._under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         super()._load(own, wrapped)
         self._synchronized = False

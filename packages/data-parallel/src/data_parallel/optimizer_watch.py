@@ -41,20 +41,19 @@ ADAPTIVE = (
     "takes them for noise, so it learns more slowly than with dense gradients. {instead}"
 )
 SHORTER = (
-    "where {name} divides by the size of its gradients, as all but SGD do, its steps on {ranks} ranks are up to "
-    "{times:.1f} times too short, since a rank's own gradients are noisier than their mean. That is made good for "
-    "Adam, AdamW, NAdam and RMSprop alone: take one of these, or a higher learning rate"
+    "the steps of {name} on {ranks} ranks are up to {times:.1f} times too short, if it divides by the size of its "
+    "gradients, because a rank's own are noisier than their mean. That is corrected for Adam, AdamW, NAdam and RMSprop "
+    "alone: take one of these, or a higher learning rate"
 )
 CLIPPED = (
-    "the gradients were scaled down between the exchange and step(). After a sparse exchange p.grad holds what the few "
-    "entries that were sent had saved up, and what clipping takes of that is in no residual: it is lost, and training "
-    "slows down. Clip before the exchange instead: {owner}(..., clip_norm=...), and leave the call out"
+    "the gradients were scaled down between the exchange and step(). After a sparse exchange p.grad holds what its few "
+    "entries had saved up, and what clipping takes of that is lost, so training slows down. Clip before the exchange "
+    "instead: {owner}(..., clip_norm=...), and leave the call out"
 )
 NOT_REGISTERED = (
     "an optimizer takes steps among {size} ranks, but DDP has brought no gradient to this SparseHookState: the hook is "
-    "not registered, and gradients are exchanged whole, if at all (or all backwards so far were in no_sync()). Call "
-    "ddp.register_comm_hook(state, sparse_hook); Lightning does so on CUDA only, Accelerate only with hooks of its "
-    "own: there take data_parallel.integrations"
+    "not registered (or all backwards so far were in no_sync()). Call ddp.register_comm_hook(state, sparse_hook); "
+    "under Lightning on a CPU, and Accelerate, take data_parallel.integrations"
 )
 
 

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 def remembered(optimizer: Optimizer) -> Callable[[], None]:
     """Function that restores, bit for bit, the optimizer's present state and its groups' settings.
 
-    Writes into the same tensors, so that other references to them see it. Attributes that an optimizer sets on itself
-    are not restored. Memory: a copy of the state, while the result lives.
+    Writes into the same tensors. An optimizer's own attributes are not restored. Memory: a copy of the state.
     """
     state = {p: _copied(kept) for p, kept in optimizer.state.items()}
     groups = [_copied({name: v for name, v in group.items() if name != "params"}) for group in optimizer.param_groups]

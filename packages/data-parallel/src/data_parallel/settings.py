@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from numbers import Real
 from typing import Any, Self, TypedDict
 
@@ -93,8 +95,9 @@ class Settings:
         known = ExchangeSettings.__annotations__
         if unknown := sorted(set(given) - set(known)):
             own = [p.name for p in inspect.signature(owner).parameters.values() if p.kind is p.KEYWORD_ONLY]
-            names = ", ".join([*own, *known])
-            raise TypeError(f"{owner.__name__} has no setting {unknown[0]!r}; it takes {names}")
+            near = "".join(difflib.get_close_matches(unknown[0], [*own, *known], 1))
+            hint, names = near and f" (did you mean {near!r}?)", ", ".join([*own, *known])
+            raise TypeError(f"{owner.__name__} has no setting {unknown[0]!r}{hint}; it takes {names}")
         return cls(**given, nonfinite=nonfinite)
 
     def __post_init__(self) -> None:
@@ -102,21 +105,24 @@ class Settings:
         for name, value in (
             ("compressor", _compressor(self.compressor, self.density)),
             ("density", schedule),
-            ("momentum", _momentum(self.momentum)),
+            ("momentum", _number("momentum", self.momentum, "0 ≤ momentum < 1", lambda value: 0 <= value < 1)),
             ("clip_norm", _clip_norm(self.clip_norm)),
             ("dense_below", check_count("dense_below", self.dense_below, "elements", least=0) or 0),
             ("verify", check_count("verify", self.verify, "steps", least=0)),
         ):
             object.__setattr__(self, name, value)
-        _check_text("wire", self.wire, "fp32")
-        _check_text("nonfinite", self.nonfinite, "raise")
+        for name, value, example in (("wire", self.wire, "fp32"), ("nonfinite", self.nonfinite, "raise")):
+            if not isinstance(value, str):
+                raise TypeError(f"{name} is {value!r}, expected text such as {example!r}")
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite is {self.nonfinite!r}, expected 'raise' or 'skip'")
         if self.options is not None and not isinstance(self.options, Mapping):
             raise TypeError(f"options is {self.options!r}, expected a mapping such as {{'teams': 2}}")
         if schedule is not None:  # what it gives is checked at once, and is known before the first step
             self.compressor.density = schedule(0)
-        self._check_algorithm()
+        selects = self.may_select  # checks that all of it fits the algorithm
+        if self.dense_below and not selects:
+            raise ValueError(f"dense_below={self.dense_below} is for algorithms that select; this one sends all whole")
 
     @property
     def is_auto(self) -> bool:
@@ -126,7 +132,7 @@ class Settings:
     @property
     def may_select(self) -> bool:
         """Whether the algorithm selects entries, or may turn out to."""
-        return self.is_auto or (known_compressor(self.algorithm) is None and resolve(self.algorithm).selects)
+        return self.entry is None or (isinstance(self.entry, Algorithm) and self.entry.selects)
 
     @property
     def last_density(self) -> float:
@@ -138,44 +144,38 @@ class Settings:
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "density"} | found
         return ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, 0))
 
-    def _check_algorithm(self) -> None:
-        """Raises TypeError or ValueError for settings that do not fit the algorithm, or would have no effect."""
+    @cached_property
+    def entry(self) -> Algorithm | DenseCompressor | None:
+        """The algorithm with its options; None for "auto".
+
+        Raises TypeError or ValueError for settings that do not fit the algorithm, or would have no effect.
+        """
         if self.is_auto:
             if self.options:
-                raise ValueError(
-                    f'algorithm="auto" chooses options too, but {dict(self.options)} was given: name their algorithm'
-                )
+                given = dict(self.options)
+                raise ValueError(f'algorithm="auto" chooses options too, but {given} was given: name their algorithm')
             resolve("gtopk", wire=self.wire)
             self._check_compressor("algorithm='auto' may take one that prescribes its selection")
-        elif (dense := known_compressor(self.algorithm)) is not None:
-            dense.given(self.options)
+            return None
+        if (dense := known_compressor(self.algorithm)) is not None:
             if self.wire != "fp32":
-                raise ValueError(
-                    f"{dense.name} has a wire of its own, so wire={self.wire!r} would have no effect: leave it out"
-                )
+                raise ValueError(f"{dense.name} has a wire of its own: leave out wire={self.wire!r}")
             self._check_selects_nothing(dense.name)
-        elif isinstance(self.algorithm, str) and self.algorithm not in ALGORITHMS:
-            raise ValueError(
-                f"unknown algorithm {self.algorithm!r}; known: {', '.join([*ALGORITHMS, *COMPRESSORS, 'auto'])}"
-            )
-        else:
-            self._check_entry(resolve(self.algorithm))
-        if self.dense_below and not self.may_select:
-            raise ValueError(f"dense_below={self.dense_below} is for algorithms that select; this one sends all whole")
-
-    def _check_entry(self, entry: Algorithm) -> None:
+            return dense.given(self.options)
+        if isinstance(self.algorithm, str) and self.algorithm not in ALGORITHMS:
+            names = ", ".join([*ALGORITHMS, *COMPRESSORS, "auto"])
+            raise ValueError(f"unknown algorithm {self.algorithm!r}; known: {names}")
+        entry = resolve(self.algorithm, self.options)
         if entry.name in COMPRESSORS:
-            raise ValueError(
-                f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own"
-            )
-        if not entry.selects:
-            self._check_selects_nothing(entry.name)
-            if self.wire not in DENSE_WIRES:
-                raise ValueError(f"wire is {self.wire!r}, expected for a dense sum one of {', '.join(DENSE_WIRES)}")
-            return
-        if entry.prescribes:
-            self._check_compressor(f"{entry.name} prescribes its selection")
-        resolve(entry, wire=self.wire)
+            raise ValueError(f"your Algorithm's name is {entry.name!r}, which is another's: give it one of its own")
+        if entry.selects:
+            if entry.prescribes:
+                self._check_compressor(f"{entry.name} prescribes its selection")
+            return resolve(self.algorithm, self.options, wire=self.wire)
+        self._check_selects_nothing(entry.name)
+        if self.wire not in DENSE_WIRES:
+            raise ValueError(f"wire is {self.wire!r}, expected for a dense sum one of {', '.join(DENSE_WIRES)}")
+        return entry
 
     def _check_selects_nothing(self, name: str) -> None:
         if self.momentum:
@@ -212,9 +212,8 @@ def _compressor(given: Any, density: Any) -> Compressor:
         if not hasattr(given, "density"):
             raise ValueError(f"density is a schedule, but {given} has no density to be set: leave out one of them")
     elif given is None:
-        if density is not None and not _is_number(density):
-            raise TypeError(f"density is {density!r}, expected the fraction of elements to send, 0 < density ≤ 1")
-        return TopK(DENSITY if density is None else float(density))
+        expected = "the fraction of elements to send, 0 < density ≤ 1"
+        return TopK(DENSITY if density is None else _number("density", density, expected, lambda value: 0 < value <= 1))
     elif density is not None:
         raise ValueError(f"density={density} and compressor={given} were given, and both say how much: leave out one")
     if isinstance(given, type) or not isinstance(given, Compressor):
@@ -222,28 +221,13 @@ def _compressor(given: Any, density: Any) -> Compressor:
     return given
 
 
-def _momentum(given: Any) -> float:
-    if not _is_number(given):
-        raise TypeError(f"momentum is {given!r}, expected a number, 0 ≤ momentum < 1")
-    if not 0 <= float(given) < 1:
-        raise ValueError(f"momentum is {given}, expected 0 ≤ momentum < 1")
-    return float(given)
-
-
 def _clip_norm(given: Any) -> float | None:
-    if given is None:
-        return None
-    if not _is_number(given):
-        raise TypeError(f"clip_norm is {given!r}, expected a norm such as 1.0, or None")
-    if not 0 < float(given) < math.inf:
-        raise ValueError(f"clip_norm is {given}, expected a norm above 0, or None")
-    return float(given)
+    return None if given is None else _number("clip_norm", given, "a norm above 0", lambda norm: 0 < norm < math.inf)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _check_text(name: str, value: Any, example: str) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}, expected text such as {example!r}")
+def _number(name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}, expected a number, {expected}")
+    if not fits(float(value)):
+        raise ValueError(f"{name} is {value}, expected {expected}")
+    return float(value)

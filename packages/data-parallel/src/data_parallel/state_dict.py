@@ -6,56 +6,35 @@ They are stored by parameter, not by bucket, so that a checkpoint stays valid wh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import replicas
 import torch
 from communicators import Communicator
 from replicas import STATE_KEY as KEY
-from replicas import state_of_rank, states_of_ranks
+from replicas import check_saved_by, saved_by, state_of_rank, states_of_ranks
 from torch import Tensor
 from torch.optim import Optimizer
 
 from data_parallel.adam_step_correction import without_looks
 from data_parallel.lanes import ERROR_STATE
 
-RESHARD = "a state of another number of ranks goes through reshard_residuals"
-CARRY = "carry the residuals over, or drop them, with reshard_residuals"
-GATHERED_ADVICE = "give each rank its own of reshard_residuals(state, size), which carries residuals over or drops them"
-DENSE_ADVICE = "drop them with reshard_residuals(states, size, drop=True)"
+RESHARD = "a state of another number of ranks goes through reshard_residuals"  # a key of saved states: see `saved_by`
+CARRY = (
+    "give the states of all ranks, or the gathered one, to data_parallel.reshard_residuals(states, size), and "
+    "each rank its own of the result"
+)
+
+Shapes = Mapping[str, torch.Size]
 
 SCHEDULED = ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names")
 """What schedulers, and named parameters, add to groups."""
 
 
-def numbered(position: int) -> str:
-    """Name of a parameter that was given none."""
-    return f"parameter {position}"
-
-
-def saved_by(comm: Communicator) -> dict[str, Any]:
-    """Rank and world size, for a checkpoint."""
-    return replicas.saved_by(comm.rank, comm.size, RESHARD)
-
-
-def gathered_state(
-    take: Callable[[], Mapping[str, Any]], comm: Communicator, *, alike: bool, advice: str = RESHARD
-) -> dict[str, Any]:
-    """The states of all ranks in one on rank 0, {} elsewhere; collective.
-
-    alike: what the wrapped optimizer keeps is the same on all ranks, and held once. advice: on other numbers of ranks.
-    """
-    return replicas.gathered_state(take, comm, advice=advice, alike=alike)
-
-
 def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """This rank's state, out of a gathered one too, and the exchange's part of it, complete where DCP left out {}.
-
-    ValueError unless it is of this rank and this world size.
-    """
-    state = state_of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
-    own = replicas.check_saved_by(
+    """This rank's state, out of a gathered one too, and its own part. ValueError for another rank or world size."""
+    state = state_of_rank(state, comm.rank, comm.size, advice=CARRY)
+    own = check_saved_by(
         state,
         comm.rank,
         comm.size,
@@ -67,25 +46,13 @@ def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str
     return state, _whole(own)
 
 
-def is_of_several(state: Any) -> bool:
-    """Whether the state was saved by more than one rank."""
-    own = state.get(KEY) if isinstance(state, Mapping) else None
-    return isinstance(own, Mapping) and own.get("world_size", 1) != 1
-
-
-def sending(sends: str) -> dict[str, str]:
-    """Entry for the kind of residuals; empty for gradients."""
-    return {} if sends == "gradients" else {"sends": sends}
-
-
 def check_sent(own: Mapping[str, Any], sends: str) -> None:
     """Raises ValueError for residuals of updates where gradients are sent, or the other way round."""
-    saved = own.get("sends", "gradients")
-    if saved != sends:
-        savers = {"gradients": "a DistributedOptimizer, DDP's hook or HSDP", "updates": "an UpdateOptimizer"}
+    if (saved := own.get("sends", "gradients")) != sends:
+        savers = {"gradients": "a DistributedOptimizer, SparseHookState or HsdpState", "updates": "an UpdateOptimizer"}
         raise ValueError(
-            f"the residuals and moments of the state are of {saved}, saved by {savers.get(saved, saved)}, and not of "
-            f"{sends}: load it where {saved} are exchanged, or begin anew"
+            f"the residuals and moments of the state are of {saved}, and not of {sends}: load it into "
+            f"{savers.get(saved, saved)}, or begin anew"
         )
 
 
@@ -120,9 +87,7 @@ def complete(
     return found
 
 
-def check_fit(
-    own: Mapping[str, Any], shapes: Mapping[str, torch.Size], *, frozen: Mapping[str, torch.Size] | None = None
-) -> None:
+def check_fit(own: Mapping[str, Any], shapes: Shapes, *, frozen: Shapes | None = None) -> None:
     """Raises ValueError that names the parameters for error state of others than those of `shapes`; none is fine.
 
     frozen: of parameters that may have some, which wait until they are trained again.
@@ -146,7 +111,10 @@ def check_fit(
 def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
     """Raises ValueError for residuals that are not zero: a dense sum would lose them."""
     if any(bool(residual.any()) for residual in residuals.values()):
-        raise ValueError(f"the state holds residuals, which a dense exchange has no use for: {DENSE_ADVICE}")
+        raise ValueError(
+            "the state holds residuals, which a dense exchange has no use for: drop them with "
+            "reshard_residuals(states, size, drop=True)"
+        )
 
 
 def reshard_residuals(
@@ -198,26 +166,16 @@ def reshard_residuals(
 
 def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: bool) -> dict[str, Any]:
     heirs = [] if drop else owns[rank::size]
-    error_state = {
-        kind: {name: _total(name, kind, owns, heirs, size) for name in owns[0][kind]} for kind in ERROR_STATE
-    }
-    before = replicas.saved_by(0, len(owns), RESHARD)
+    error_state: dict[str, dict[str, Tensor]] = {kind: {} for kind in ERROR_STATE}
+    for kind, totals in error_state.items():
+        for name, first in owns[0][kind].items():
+            totals[name] = torch.zeros_like(first)
+            for heir in heirs:
+                totals[name] += heir[kind][name]
+            totals[name].mul_(size).div_(len(owns))
+    before = saved_by(0, len(owns), RESHARD)
     rest = {key: value for key, value in owns[0].items() if key not in before}
-    return {
-        **replicas.saved_by(rank, size, RESHARD),
-        **without_looks(rest),
-        **error_state,
-        "algorithm_state": [],
-    }
-
-
-def _total(
-    name: str, kind: str, owns: Sequence[Mapping[str, Any]], heirs: Sequence[Mapping[str, Any]], size: int
-) -> Tensor:
-    total = torch.zeros_like(owns[0][kind][name])
-    for heir in heirs:
-        total += heir[kind][name]
-    return total.mul_(size).div_(len(owns))
+    return {**saved_by(rank, size, RESHARD), **without_looks(rest), **error_state, "algorithm_state": []}
 
 
 def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,7 +183,7 @@ def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
     return {**{kind: {} for kind in ERROR_STATE}, **own}
 
 
-def _check_numbering(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+def _check_numbering(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
     saved, here = (all(re.fullmatch(r"parameter \d+", name) for name in names) for names in (tensors, shapes))
     if saved and not here:
         raise ValueError(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-
-from communicators import Work
 
 
 class Tally:
@@ -13,29 +11,26 @@ class Tally:
 
     A step's exchanges are kept one by one until the next step begins, or until all of them are over: later ones do not
     overlap with them.
+
+    waiting_since: time from which this rank does nothing but wait; to be set, and None again from the next exchange on.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._step: list[Work[Any]] = []
-        self._waiting_since: float | None = None  # since then this rank has had nothing else to do
-        self._sent, self._dense, self._under_way, self._waited = 0, 0, 0.0, 0.0
+        self._step: list[Any] = []
+        self.waiting_since: float | None = None
+        self._before = 0, 0.0, 0.0  # bytes sent, seconds under way and seconds waited, without this step's
+        self._dense = 0
 
-    def add(self, work: Work[Any], *, dense: int) -> None:
+    def add(self, work: Any, *, dense: int) -> None:
         """Adds an exchange, for which dense gradients would take so many bytes.
 
-        The first after a wait belongs to the next step.
+        The first after a wait belongs to the next step. work: has `began`, `ended` and `bytes_sent`, as a `Work`.
         """
-        if self._waiting_since is not None or all(one.ended is not None for one in self._step):
-            self._sent, self._under_way, self._waited = self._totals()
-            self._step, self._waiting_since = [], None
+        if self.waiting_since is not None or all(one.ended is not None for one in self._step):
+            self._before, self._step, self.waiting_since = self._totals(), [], None
         self._dense += dense
         self._step.append(work)
-
-    def begin_waiting(self) -> None:
-        """Notes that this rank does nothing but wait from now on."""
-        if self._waiting_since is None:
-            self._waiting_since = self._clock()
 
     def numbers(self) -> dict[str, float]:
         """Bytes and seconds so far, by the names of `communicators.stats.Stats`."""
@@ -50,18 +45,13 @@ class Tally:
 
     def _totals(self) -> tuple[int, float, float]:
         """Bytes, seconds with an exchange under way, and those of them in which this rank waited, with this step's."""
-        now = self._clock()
-        spans = [(work.began, now if work.ended is None else work.ended) for work in self._step]
-        since = now if self._waiting_since is None else self._waiting_since
-        waited = covered((max(begin, since), end) for begin, end in spans)
-        sent = sum(work.bytes_sent for work in self._step)
-        return self._sent + sent, self._under_way + covered(spans), self._waited + waited
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of what the spans cover together; those that end before they begin cover nothing."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
+        now, reached = self._clock(), float("-inf")
+        since = now if self.waiting_since is None else self.waiting_since
+        sent, under_way, waited = self._before
+        for work in sorted(self._step, key=lambda work: work.began):
+            end = now if work.ended is None else work.ended
+            begin = max(work.began, reached)  # what spans cover together is counted once
+            under_way += max(0.0, end - begin)
+            waited += max(0.0, end - max(begin, since))
+            sent, reached = sent + work.bytes_sent, max(reached, end)
+        return sent, under_way, waited

@@ -7,22 +7,14 @@ from typing import Any
 
 import torch
 from communicators import Communicator, Stats
-from replicas import hash_bits, refuse_unlike
+from replicas import hash_bits, refuse_unlike, saved_by
 from torch import Tensor
 from torch.optim import Optimizer
 
 from data_parallel.exchange import Exchange
 from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
-from data_parallel.state_dict import (
-    check_fit,
-    check_sent,
-    complete,
-    own_state,
-    refuse_residuals,
-    saved_by,
-    sending,
-)
+from data_parallel.state_dict import RESHARD, Shapes, check_fit, check_sent, complete, own_state, refuse_residuals
 
 SHARED = ("lr", "momentum", "betas", "weight_decay")
 """Settings of parameter groups that ranks share; an optimizer may adapt other values there, each rank its own."""
@@ -44,6 +36,7 @@ class Training:
         owner: The adapter's name in messages.
         sends: "gradients", or "updates" for an algorithm that selects.
         native: Dense sums are left to the transport.
+        withholds: Residuals wait of parameters whose gradient is all zeros.
     """
 
     def __init__(
@@ -56,21 +49,16 @@ class Training:
         owner: str,
         sends: str = "gradients",
         native: bool = False,
+        withholds: bool = False,
     ) -> None:
         self.settings, self.comm, self.sends = settings, comm, sends
         self.taken = self.skipped = 0
         self._begins = True  # no step since parameters may have been loaded
         selects = sends == "updates"
         self.scheme, self.choice = choose_scheme(settings, comm, selects=selects, parameters=parameters)
+        what = sends.removesuffix("s")
         self.exchange = Exchange(
-            self.scheme,
-            comm,
-            names,
-            owner=owner,
-            nonfinite=settings.nonfinite,
-            native=native,
-            clip_norm=settings.clip_norm,
-            what=sends.removesuffix("s"),
+            self.scheme, comm, names, settings, owner=owner, native=native, withholds=withholds, what=what
         )
 
     @property
@@ -91,7 +79,11 @@ class Training:
         return ", ".join([self.settings.said(**found), *scheme.settings])
 
     def begin_step(self) -> None:
-        """Sets the density before a step's first selection. Raises the compressor's errors for an invalid one."""
+        """Ends the last step, if nothing else has told that it is over, and sets the density before a first selection.
+
+        Raises the compressor's errors for an invalid density.
+        """
+        self.skipped += not self.exchange.commit_or_rollback()
         if self.settings.density is not None:
             self.settings.compressor.density = self.settings.density(self.taken)
 
@@ -114,12 +106,6 @@ class Training:
         if verify and self.taken % verify == 0:
             refuse_unlike(parameters, self.comm)
 
-    def next_step(self, parameters: Mapping[str, Tensor]) -> None:
-        """Begins and counts a step, and ends the last one, where nothing else tells that it is over."""
-        self.skipped += not self.exchange.commit_or_rollback()
-        self.begin_step()
-        self.count_step(parameters)
-
     def stats(self) -> Stats:
         """Costs and savings so far; see `communicators.Stats`."""
         counted = {"steps": self.taken, "skipped": self.skipped}
@@ -129,8 +115,8 @@ class Training:
         """This rank's state: references. trained: what learns, with zeros in the state where nothing is kept yet."""
         kept = self.exchange.state_dict()
         return {
-            **saved_by(self.comm),
-            **sending(self.sends),
+            **saved_by(self.comm.rank, self.comm.size, RESHARD),
+            **({} if self.sends == "gradients" else {"sends": self.sends}),
             "algorithm": self.scheme.name,
             "skipped": self.skipped,
             "steps": self.taken,
@@ -139,11 +125,7 @@ class Training:
         }
 
     def own(
-        self,
-        state: Mapping[str, Any],
-        shapes: Mapping[str, torch.Size],
-        *,
-        frozen: Mapping[str, torch.Size] | None = None,
+        self, state: Mapping[str, Any], shapes: Shapes, *, frozen: Shapes | None = None
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """This rank's part of a state, or of a gathered one, and what `load` takes of that; changes nothing.
 
@@ -165,16 +147,10 @@ class Training:
 
 
 def _shared_settings(optimizer: Optimizer) -> str:
-    """`SHARED` settings of all parameter groups, as a fact."""
-    groups = [
-        ", ".join(f"{name} {_said(group[name])}" for name in SHARED if group.get(name))
-        for group in optimizer.param_groups
+    """`SHARED` settings of all parameter groups, as a fact, in plain numbers: a tensor's text is rounded."""
+    groups = [[(name, group[name]) for name in SHARED if group.get(name)] for group in optimizer.param_groups]
+    said = [
+        ", ".join(f"{name} {torch.as_tensor(value, dtype=torch.float64).tolist()}" for name, value in group)
+        for group in groups
     ]
-    return f"parameter groups of {'; '.join(groups)}"
-
-
-def _said(value: Any) -> str:
-    """Numbers alone: a tensor's representation rounds, and names its device."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_said, value))})"
-    return repr(value.tolist() if isinstance(value, Tensor) else value)
+    return f"parameter groups of {'; '.join(said)}"

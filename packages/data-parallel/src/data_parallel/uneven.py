@@ -43,7 +43,7 @@ class Shadow(JoinHook):
         """Takes part in a step of the others."""
         self._tells = False
         self._optimizer.zero_grad()
-        self._optimizer.step(_no_gradients)  # a closure: the optimizer calls it where gradients are to be made
+        self._optimizer.step(lambda: 0.0)  # a closure: the optimizer calls it where gradients are to be made
         self._optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -56,10 +56,6 @@ class Shadow(JoinHook):
         tensors = _tensors_of(inner)
         for bucket in buckets_of(tensors):
             bucket.scatter(broadcast(bucket.gather(tensors), comm, root=source), tensors)
-
-
-def _no_gradients() -> float:
-    return 0.0
 
 
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:

@@ -91,17 +91,13 @@ class UpdateOptimizer(ExchangingOptimizer):
         if checked.momentum:
             raise ValueError(f"momentum={checked.momentum} belongs into the wrapped optimizer, whose updates are sent")
         if not checked.may_select:
-            raise ValueError(
-                "an UpdateOptimizer is for algorithms that select; whole gradients need it not: take a "
-                "DistributedOptimizer"
-            )
+            raise ValueError("an UpdateOptimizer is for algorithms that select: take a DistributedOptimizer")
         super().__init__(optimizer, named_parameters, comm, checked, sends="updates")
         if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
         self._step_correction = AdamStepCorrection(optimizer, self.comm)
-        named = dict(zip(self._names, self._trained, strict=True))
         share = ahead_by(optimizer, self.comm.size)
-        self._lookahead = ErrorLookahead(named, partial(self._exchange.error_state, "residuals"), share=share)
+        self._lookahead = ErrorLookahead(self._sent, self._exchange, share=share)
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
         self._open()
@@ -119,14 +115,12 @@ class UpdateOptimizer(ExchangingOptimizer):
                 loss(model(inputs)).backward()
             optimizer.step()
 
-        Residuals are scaled by 1/P with Adam and its like, and by 1 with SGD; see `ErrorLookahead`. So gradients take
-        into account the updates that wait, for about 1 / density steps. Forward and all of backward belong inside,
-        evaluation does not: outside, parameters are the same on all ranks, bit for bit. `step(closure)` does this
-        itself.
+        Residuals are scaled by 1/P with Adam and its like, and by 1 with SGD (`ErrorLookahead`). So gradients reckon
+        with updates that wait. Forward and all of backward belong inside, evaluation does not: outside, parameters are
+        the same on all ranks, bit for bit. `step(closure)` does this itself.
 
         Raises:
-            RuntimeError: Inside another `ahead()`; `step` and states raise it inside too. At the end: a parameter was
-                written to inside, which is undone.
+            RuntimeError: Inside another `ahead()`. At the end: a parameter was written to inside, which is undone.
         """
         return self._lookahead.for_gradients()
 
@@ -166,7 +160,8 @@ class UpdateOptimizer(ExchangingOptimizer):
         with where:
             updates = updates_of(self.optimizer, self._trained)
             self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
-        means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
+        every = range(len(self._means.buckets))
+        means = self._means.after(partial(self._means.start, dict(enumerate(updates)), every, clips=False))
         if undo is not None and not self._means.stands:
             undo()
             self._step_correction.load_state_dict(noise)

@@ -8,60 +8,46 @@ twice. So only the new part may be exchanged.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 import torch
 from communicators import Bucket
 from torch import Tensor
 
-from data_parallel.lanes import spans_of
-from data_parallel.state_dict import numbered
-
 
 class Buckets:
     """Buckets of DDP. names: of all parameters by position; unnamed ones are numbered as DDP first brings them."""
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        self.names = [name for name, _ in named]
+    def __init__(self, named: Sequence[tuple[str, Tensor]], known: Sequence[tuple[str, Tensor]] = ()) -> None:
         self._all_are_named = bool(named)
-        self._positions = {id(p): position for position, (_, p) in enumerate(named)}
-        self._parameters = [p for _, p in named]  # kept, so that no id is used twice
-        self._known: dict[tuple[int, ...], tuple[Bucket, list[slice]]] = {}
+        self.parameters = dict([*named, *known])  # kept, so that no id is used twice
+        self.names = list(self.parameters)
+        self._positions = {id(p): position for position, p in enumerate(self.parameters.values())}
+        self._known: dict[Hashable, Bucket] = {}
 
-    def know(self, name: str, parameter: Tensor) -> None:
-        """Adds a parameter, unless it is known."""
-        if id(parameter) not in self._positions:
-            self._positions[id(parameter)] = len(self.names)
-            self.names.append(name)
-            self._parameters.append(parameter)
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """Known parameters by name."""
-        return dict(zip(self.names, self._parameters, strict=True))
-
-    def of(self, parameters: Sequence[Tensor], flat: Tensor) -> tuple[Bucket, list[slice]]:
-        """The bucket of these parameters, which DDP has laid into `flat`, and where each lies in it.
+    def of(self, parameters: Sequence[Tensor], flat: Tensor) -> Bucket:
+        """The bucket of these parameters, which DDP has laid into `flat`.
 
         TypeError for a complex one, ValueError for one that is not among those that were named.
         """
-        key = tuple(map(id, parameters))
-        known = self._known.get(key)
-        layout = flat.numel(), flat.dtype, flat.device
-        if known is None or (known[1][-1].stop, known[0].dtype, known[0].device) != layout:
-            bucket = self._made(parameters, flat)
-            known = self._known[key] = bucket, spans_of(bucket)
-        return known
+        key = tuple(map(id, parameters)), flat.numel(), flat.dtype, flat.device
+        if key not in self._known:
+            self._known[key] = self._made(parameters, flat)
+        return self._known[key]
 
     def _made(self, parameters: Sequence[Tensor], flat: Tensor) -> Bucket:
         for p in parameters:
-            if self._all_are_named and id(p) not in self._positions:
+            if id(p) in self._positions:
+                continue
+            if self._all_are_named:
                 raise ValueError(
                     f"DDP brings a parameter of shape {tuple(p.shape)} that is not among named_parameters: "
                     "give those of the module that DDP wraps, all of them"
                 )
-            self.know(numbered(len(self.names)), p)
+            name, self._positions[id(p)] = f"parameter {len(self.names)}", len(self.names)
+            self.names.append(name)
+            self.parameters[name] = p
         members = tuple(self._positions[id(p)] for p in parameters)
         if wrong := [self.names[m] for m, p in zip(members, parameters, strict=True) if p.is_complex()]:
             raise TypeError(
@@ -123,9 +109,8 @@ class Accumulated:
             return None
         if not self._seen and bool(view.any()):
             raise RuntimeError(
-                "the hooks did not run that tell a gradient's new part from the mean that it may have held; they were "
-                "removed from the parameters: make a new SparseHookState, and accumulate inside no_sync(), all but "
-                "the last backward of a step"
+                "the parameters' hooks, which tell a gradient's new part from the mean it held, were removed: make "
+                "a new SparseHookState, and accumulate inside no_sync(), all but the last backward of a step"
             )
         return view.clone()
 
@@ -149,14 +134,6 @@ def _before_adding(watching: weakref.ref[Accumulated], member: int, gradient: Te
         holding.discard(member)
         bases[member] = old.detach().clone()
     doubtful.discard(member)
-
-
-def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:
-    """Spans of members that are all zeros. For most others the first elements show that they are not."""
-    if not flat.is_cpu:  # one look for all of them, because each waits for the device
-        used = torch.stack([flat[span].any() for span in spans]).tolist()
-        return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
-    return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
 
 
 def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:

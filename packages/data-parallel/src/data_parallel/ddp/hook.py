@@ -7,27 +7,27 @@ ddp.register_comm_hook(state, sparse_hook)
 # No `from __future__ import annotations`: DDP looks at the hook's annotations as objects.
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, Unpack
 
 import torch
-from communicators import Bucket, Communicator, Stats, Work, as_communicator
+from communicators import Bucket, Communicator, Stats, as_communicator
 from replicas import STATE_KEY as KEY
-from replicas import check_named_parameters, default_group
-from sparse_collectives import Algorithm, Choice
+from replicas import check_named_parameters, default_group, gathered_state
+from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
-from data_parallel.ddp.buckets import Accumulated, Buckets, unused_spans
+from data_parallel.ddp.buckets import Accumulated, Buckets
 from data_parallel.ddp.saved_layout import SavedBucketLayout
+from data_parallel.exchange import Mean
 from data_parallel.hsdp.backward import at_the_end
-from data_parallel.lanes import spans_of
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, fixed
-from data_parallel.state_dict import gathered_state, is_of_several
+from data_parallel.state_dict import RESHARD
 from data_parallel.training import Training
 
 OWNER = "a DDP hook"
@@ -37,9 +37,8 @@ INSTEAD = (
 )
 NOT_BROUGHT = (
     "residuals wait for parameters that DDP does not bring: {names}. After requires_grad_(True) make a new "
-    "DistributedDataParallel, and register this state with it; in a state that was loaded they are another model's, "
-    "or it was saved without named_parameters: give them to the state that is saved and to the one that it is loaded "
-    "into"
+    "DistributedDataParallel, and register this state with it. A loaded state of another model does not fit; save and "
+    "load one with named_parameters"
 )
 NO_FILE = "save state.state_dict(), and load it into a new SparseHookState"
 
@@ -48,13 +47,15 @@ NO_FILE = "save state.state_dict(), and load it into a new SparseHookState"
 class _Backward:
     """A backward under way, or the last one. cut: its buckets as they were exchanged, in order.
 
-    saved: in the first backwards after a checkpoint. scale: of this step's loss; a GPU is asked for it once.
+    saved: in the first backwards after a checkpoint. scale: of this step's loss; a GPU is asked for it once. numel: of
+    all that learns, where gradients are clipped by their share of it.
     """
 
     errors: list[Exception] = field(default_factory=list)
     cut: list[Bucket] = field(default_factory=list)
     saved: SavedBucketLayout | None = None
     scale: float = 1.0
+    numel: int | None = None
 
 
 class SparseHookState:
@@ -117,27 +118,30 @@ class SparseHookState:
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if checked.clip_norm is not None and not named:
             raise ValueError("clip_norm is shared out among buckets by the size of the model: give named_parameters")
-        self._set_up(checked, process_group, grad_scaler, named)
-        self._watch.follow(awaited=[p for _, p in named])
+        self._set_up(process_group, settings=checked, grad_scaler=grad_scaler, named=named)
         if process_group is not None or default_group() is not None:
             self._ready()
 
-    def _set_up(self, settings: Settings, group: Any, grad_scaler: Any, named: Sequence[tuple[str, Tensor]]) -> None:
+    def _set_up(
+        self, group: Any, *, settings: Settings, grad_scaler: Any, named: Any, known: Any = (), kept: Any = None
+    ) -> None:
+        """Sets up a new state, or a copy. known: names and parameters that DDP has brought. kept: its state."""
         self._settings, self._group, self._grad_scaler = settings, group, grad_scaler
         self._parameters = dict(named)
-        self._buckets, self._accumulated, self._now = Buckets(named), Accumulated(), _Backward()
+        self._buckets, self._accumulated, self._now = Buckets(named, known), Accumulated(), _Backward()
         self._at_the_end = at_the_end()
-        self._watch = OptimizerWatch("SparseHookState", INSTEAD, settings, compares=grad_scaler is None)
         self._training: Training | None = None
         self._world: Any = None  # the default group when the ranks were looked up
-        self._waiting: dict[str, Any] | None = None  # a copy's state, until its ranks are looked up
+        self._waiting: dict[str, Any] | None = kept  # until its ranks are looked up
+        self._watch = OptimizerWatch("SparseHookState", INSTEAD, settings, compares=grad_scaler is None)
+        self._watch.follow(awaited=self._buckets.parameters.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copies all but the process group and the GradScaler, which are shared."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         memo[id(self._grad_scaler)] = self._grad_scaler
-        made._become(copy.deepcopy(self._parts(), memo), self._group)
+        made._set_up(self._group, **copy.deepcopy(self._parts(), memo))
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,14 +149,12 @@ class SparseHookState:
         if self._group is not None and self._group is not default_group():
             raise RuntimeError(f"a SparseHookState of another process group than the default one is no file: {NO_FILE}")
         if self._grad_scaler is not None:
-            raise RuntimeError(
-                "a SparseHookState with a grad_scaler is no file, because it would follow a copy of the scaler that "
-                f"nobody updates: {NO_FILE}"
-            )
+            # it would follow a copy of the scaler that nobody updates
+            raise RuntimeError(f"a SparseHookState with a grad_scaler is no file: {NO_FILE}")
         return self._parts()
 
     def __setstate__(self, parts: dict[str, Any]) -> None:
-        self._become(parts, None)
+        self._set_up(None, **parts)
 
     def _parts(self) -> dict[str, Any]:
         """Parts that a copy is made of. Parameters are copied together with their module."""
@@ -163,13 +165,6 @@ class SparseHookState:
             "known": list(self._buckets.parameters.items()),
             "kept": self._waiting if self._training is None else self.state_dict(),
         }
-
-    def _become(self, parts: dict[str, Any], group: Any) -> None:
-        self._set_up(parts["settings"], group, parts["grad_scaler"], parts["named"])
-        for name, p in parts["known"]:
-            self._buckets.know(name, p)
-        self._waiting = parts["kept"]
-        self._watch.follow(awaited=self._buckets.parameters.values())
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -185,7 +180,7 @@ class SparseHookState:
 
     @property
     def comm(self) -> Communicator:
-        """Communicator; looked up at first use, also by `algorithm`, `entry`, `wire` and `choice`."""
+        """Communicator; looked up at first use, also by `algorithm` and `choice`."""
         return self._ready().comm
 
     @property
@@ -198,16 +193,6 @@ class SparseHookState:
     def algorithm(self) -> str:
         """Name of the algorithm; with "auto", of the one that was chosen."""
         return self._ready().scheme.name
-
-    @property
-    def entry(self) -> Algorithm | None:
-        """The algorithm with its options; None for what is no sparse allreduce (a `DenseCompressor`)."""
-        return self._ready().scheme.entry
-
-    @property
-    def wire(self) -> str:
-        """Encoding of the values."""
-        return self._ready().scheme.wire
 
     @property
     def choice(self) -> Choice | None:
@@ -226,9 +211,8 @@ class SparseHookState:
         training, names, now = self._ready(), self._buckets.names, self._now
         training.skipped += not training.exchange.commit_or_rollback()
         own = training.state((name, p) for name, p in self._parameters.items() if p.requires_grad)
-        if now.saved is not None and not now.cut:
-            return {KEY: {**own, "buckets": now.saved.layout}}
-        return {KEY: {**own, "buckets": [[names[member] for member in bucket.members] for bucket in now.cut]}}
+        layout = [[names[member] for member in bucket.members] for bucket in now.cut]
+        return {KEY: {**own, "buckets": layout or (now.saved.layout if now.saved is not None else [])}}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
@@ -237,7 +221,7 @@ class SparseHookState:
         takes its own part. Loadable by torch.load(weights_only=True).
         Where `state_dict` raises on one rank, the others raise a CollectiveError that names it.
         """
-        return gathered_state(self.state_dict, self.comm, alike=False)
+        return gathered_state(self.state_dict, self.comm, advice=RESHARD, alike=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken.
@@ -258,14 +242,16 @@ class SparseHookState:
                 before the first step, residuals that are left over are an error of the first backward.
         """
         training = self._ready()
-        if self._only_looked(training) and training.comm.size == 1 and is_of_several(state_dict):
+        own = state_dict.get(KEY) if isinstance(state_dict, Mapping) else None
+        several = isinstance(own, Mapping) and own.get("world_size", 1) != 1
+        if several and training.comm.size == 1 and self._only_looked(training):
             raise RuntimeError("load_state_dict() before there is a process group: call it after init_process_group()")
         trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p.shape for name, p in self._parameters.items() if not p.requires_grad}
         _, own = training.own(state_dict, trained or training.exchange.shapes, frozen=frozen)
         saved = SavedBucketLayout(own.get("buckets", []))
         training.load(own)
-        self._now.cut, self._now.saved = [], saved if saved.layout else None
+        self._now = _Backward(saved=saved if saved.layout else None)
 
     def stats(self) -> Stats:
         """Costs and savings of training on this rank since the state was made; needs no communication.
@@ -301,31 +287,27 @@ class SparseHookState:
         training = self._begin() if bucket.index() == 0 else self._ready()
         now, flat, parameters, last = self._now, bucket.buffer(), bucket.parameters(), bucket.is_last()
         if flat.layout != torch.strided:
-            raise TypeError(
-                f"a gradient has layout {flat.layout}, expected a dense one: for an embedding use sparse=False"
-            )
-        ours, spans = self._buckets.of(parameters, flat)
+            raise TypeError(f"a gradient has layout {flat.layout}, expected a dense one: embeddings need sparse=False")
+        ours = self._buckets.of(parameters, flat)
         held = self._accumulated.take_out(ours, flat, parameters, last=last)
         errors, in_backward = now.errors, torch._C._current_graph_task_id() != -1  # else it is DDP's `join()`
-        if last and in_backward:  # twice, because DDP queues its own end after the last bucket
-            self._at_the_end(lambda: self._at_the_end(lambda: _raise_first(errors) if errors else None))
+        start = partial(training.exchange.start, scale=now.scale, of=now.numel)
         over: torch.futures.Future[Any]
         take: Callable[[], Tensor]
         if now.saved is None:
             now.cut.append(ours)
-            work = self._start(training, ours, flat, spans)
-            over, take = work.get_future(), work.wait
+            mean = start(ours, flat)
+            assert mean.work is not None  # the transport's own sums are for optimizers
+            over, take = mean.work.get_future(), mean.wait
         else:
             over, take = now.saved.hold(ours, flat)
+        if last and in_backward:  # twice, because DDP queues its own end after the last bucket
+            self._at_the_end(lambda: self._at_the_end(lambda: _raise_first(errors) if errors else None))
         if last:
-            if now.saved is not None:
-                now.cut = now.saved.release(self._buckets.names, partial(self._start, training))
-            if training.exchange.left_over:
-                self._refuse_left_over(training.exchange.left_over)
-            training.exchange.begin_waiting()
+            self._end(training, start)
 
-        def mean(_: torch.futures.Future[Any]) -> Tensor:
-            """The mean in the bucket's own buffer, because DDP takes no tensor that begins amid its storage."""
+        # into the bucket's own buffer, because DDP takes no tensor that begins amid its storage
+        def put_mean(_: torch.futures.Future[Any]) -> Tensor:
             try:
                 found = take()
             except Exception as error:
@@ -341,20 +323,26 @@ class SparseHookState:
                 self._watch.note(parameters, ours.views(flat), training.taken)
             return flat
 
-        return over.then(mean)
+        return over.then(put_mean)
 
-    def _start(
-        self, training: Training, bucket: Bucket, flat: Tensor, spans: Sequence[slice] | None = None
-    ) -> Work[Tensor]:
-        exchange, scale = training.exchange, self._now.scale
-        if self._settings.clip_norm is not None:
-            exchange.clip([flat], scale=scale, of=sum(p.numel() for p in self._parameters.values() if p.requires_grad))
-        unused = unused_spans(spans or spans_of(bucket), flat) if exchange.keeps else ()
-        return exchange.start(bucket, flat, scale=scale, unused=unused)
+    def _end(self, training: Training, start: Callable[[Bucket, Tensor], Mean]) -> None:
+        """Ends what this rank does for a backward, at its last bucket: from now on it waits.
+
+        Raises ValueError where residuals are left without a bucket, except those of frozen parameters.
+        """
+        now, known = self._now, self._buckets.parameters
+        if now.saved is not None:
+            now.cut = now.saved.release(self._buckets.names, start)
+        left = training.exchange.unclaimed["residuals"]
+        if lost := sorted(name for name in left if name not in known or known[name].requires_grad):
+            raise ValueError(NOT_BROUGHT.format(names=lost))
+        training.exchange.tally.waiting_since = training.comm.clock()
 
     def _begin(self) -> Training:
         """Begins a backward at its first bucket, and a step unless gradients accumulate."""
-        training, now = self._ready(), self._now
+        now, training = self._now, self._training
+        if training is None or self._world is None:
+            training = self._ready()
         if self._group is None and (group := default_group()) is not self._world:
             before = "no process group" if self._world is None else "another process group"
             raise RuntimeError(
@@ -365,12 +353,15 @@ class SparseHookState:
         self._watch.awaited.clear()
         if not (self._accumulated.bases and self._accumulated.goes_on()):
             self._watch.given.clear()
-            training.next_step(self._parameters or self._buckets.parameters)
+            training.begin_step()
+            training.count_step(self._parameters or self._buckets.parameters)
         if now.saved is not None and not now.saved.begin():
             now.saved = None
         if now.saved is None:
             now.cut = []
         now.scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
+        if self._settings.clip_norm is not None:
+            now.numel = sum(p.numel() for p in self._parameters.values() if p.requires_grad)
         return training
 
     def _ready(self) -> Training:
@@ -379,14 +370,10 @@ class SparseHookState:
         Who only looks before there is a group sees one rank; the group is found when it is there.
         """
         training = self._training
-        if training is not None and self._world is None and default_group() is not None and self._only_looked(training):
-            training = None
-        if training is None:
-            self._world, comm, clip_norm = default_group(), as_communicator(self._group), self._settings.clip_norm
-            owner = OWNER if clip_norm is None else f"{OWNER} with {clip_norm=}"
-            parameters = list(self._parameters.values())
-            training = Training(self._settings, comm, self._buckets.names, parameters, owner=owner)
-            self._training = training
+        if training is None or (self._world is None and default_group() is not None and self._only_looked(training)):
+            self._world, comm = default_group(), as_communicator(self._group)
+            named = self._buckets.names, list(self._parameters.values())
+            training = self._training = Training(self._settings, comm, *named, owner=OWNER, withholds=True)
             if (kept := self._waiting) is not None:
                 self._waiting = None
                 self.load_state_dict(kept)
@@ -395,13 +382,7 @@ class SparseHookState:
     def _only_looked(self, training: Training) -> bool:
         """Whether no group existed when the ranks were looked up, and nothing was exchanged or loaded since."""
         exchange = training.exchange
-        return self._group is None and self._world is None and not (exchange.shapes or exchange.left_over)
-
-    def _refuse_left_over(self, left: Sequence[str]) -> None:
-        """Raises ValueError if a backward has left residuals without a bucket, except those of frozen parameters."""
-        known = self._buckets.parameters
-        if lost := [name for name in left if name not in known or known[name].requires_grad]:
-            raise ValueError(NOT_BROUGHT.format(names=lost))
+        return self._group is None and self._world is None and not (exchange.shapes or exchange.unclaimed["residuals"])
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from communicators import Bucket, CollectiveError, Work
+from communicators import Bucket, CollectiveError
 from torch import Tensor
+
+from data_parallel.exchange import Mean, wait_for_all
 
 BACKWARDS = 2
 """Number of backwards after which DDP has cut a module's buckets anew: one, with static_graph two."""
@@ -30,9 +32,7 @@ class SavedBucketLayout:
         if not isinstance(layout, list) or not all(
             isinstance(names, list) and names and all(isinstance(name, str) for name in names) for names in layout
         ):
-            raise ValueError(
-                f"the state's buckets are {layout!r}, expected lists of the parameters' names: it was damaged"
-            )
+            raise ValueError(f"the state's buckets are {layout!r}, expected lists of parameters' names: it was damaged")
         self.layout: list[list[str]] = [list(names) for names in layout]
         self._backwards = 0
         self._held: list[tuple[Bucket, Tensor, Gate]] = []
@@ -56,7 +56,7 @@ class SavedBucketLayout:
 
         return gate, mean
 
-    def release(self, names: Sequence[str], start: Callable[[Bucket, Tensor], Work[Tensor]]) -> list[Bucket]:
+    def release(self, names: Sequence[str], start: Callable[[Bucket, Tensor], Mean]) -> list[Bucket]:
         """Exchanges all buckets once the last has come, waits for them, and returns how they were cut.
 
         names: names of the members. All ranks hold the same buckets, so they start in the same order.
@@ -66,13 +66,12 @@ class SavedBucketLayout:
         for bucket, flat, _ in self._held:
             there.update(zip(bucket.members, bucket.views(flat), strict=True))
         buckets = self._cut(names, brought) or brought
-        works = [(bucket, start(bucket, bucket.gather(there))) for bucket in buckets]
-        error: CollectiveError | None = None
-        for bucket, work in works:
-            try:
-                bucket.scatter(work.wait(), there)
-            except CollectiveError as failure:
-                error = error or failure
+        started, error = [start(bucket, bucket.gather(there)) for bucket in buckets], None
+        try:
+            for bucket, mean in zip(buckets, wait_for_all(started), strict=True):
+                bucket.scatter(mean, there)
+        except CollectiveError as failure:
+            error = failure
         if buckets == brought:
             self._backwards = BACKWARDS  # DDP's are those already, or will never be
         for _, _, gate in self._held:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from torch.autograd import Variable
 from data_parallel.hsdp.shards import Shard
 
 BROKEN = (
-    "an exception has broken off the last backward, and FSDP, which did not see its end, would leave out gradients "
-    "from now on: after such an exception call reset_iter_state() of its root module, or, where torch lacks that, go "
-    "on from a checkpoint in a new model"
+    "an exception has broken off the last backward, and FSDP, which did not see its end, would leave out gradients: "
+    "call reset_iter_state() of its root module, or, where torch lacks that, go on from a checkpoint in a new model"
 )
 
 
@@ -31,7 +31,7 @@ class Backward:
     def __init__(self, ended: Callable[[], None]) -> None:
         at_the_end()  # said now, if there is none
         self._ended = ended
-        self._now: weakref.ref[_End] | None = None
+        self._now: weakref.ref[partial[None]] | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -45,7 +45,7 @@ class Backward:
 
     def begin(self) -> None:
         """Begins, inside a backward, to wait for its end."""
-        end = _End(self)
+        end = partial(self._has_ended)
         self._now = weakref.ref(end)
         at_the_end()(end)
 
@@ -69,16 +69,6 @@ def refuse_after_break(model: nn.Module, shards: Sequence[Shard]) -> None:
     model.register_forward_pre_hook(look, prepend=True)
 
 
-class _End:
-    """Callback that autograd calls at the end of a backward."""
-
-    def __init__(self, backward: Backward) -> None:
-        self._backward = backward
-
-    def __call__(self) -> None:
-        self._backward._has_ended()
-
-
 def at_the_end() -> Callable[[Callable[[], None]], None]:
     """Function that queues a callback for the end of the running backward; RuntimeError if this torch has none.
 
@@ -89,7 +79,7 @@ def at_the_end() -> Callable[[Callable[[], None]], None]:
     queue: Callable[[Callable[[], None]], None] | None = getattr(engine, "queue_callback", None)
     if queue is None:
         raise RuntimeError(
-            f"torch {torch.__version__} lacks Variable._execution_engine.queue_callback, by which sparse_hook and "
-            "sparse_hsdp learn that backward has ended: take a version that has it, 2.6 to 2.13 do"
+            f"torch {torch.__version__} lacks Variable._execution_engine.queue_callback, which tells that backward has "
+            "ended: take a version that has it, 2.6 to 2.13 do"
         )
     return queue

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from communicators import Communicator, as_communicator, run, schedules
+from communicators import Communicator, as_communicator
 from torch.distributed.device_mesh import DeviceMesh
 
-from data_parallel.hsdp.outcome import told
+from data_parallel.hsdp.outcome import gathered, told
 from data_parallel.hsdp.shards import Shard
 
 EXPECTED = (
@@ -82,6 +82,5 @@ def _ranks(shard: Shard) -> list[int]:
 
 
 def _gathered(own: Place, comm: Communicator) -> list[Place]:
-    given = torch.tensor(own).view(torch.uint8)
-    blocks = schedules.allgather_blocks(given, [given.numel()] * comm.size, comm.rank, comm.size)
-    return [Place(*block.clone().view(torch.int64).tolist()) for block in run(blocks, comm, facts="places of ranks")]
+    places = gathered(torch.tensor(own).view(torch.uint8), comm, facts="places of ranks")
+    return [Place(*place.clone().view(torch.int64).tolist()) for place in places]

@@ -49,9 +49,8 @@ class Shard:
         bucket = Bucket(members, tuple(p.padded_sharded_param_size for p in self.trained), flat.dtype, flat.device)
         if bucket.numel != flat.numel():
             raise RuntimeError(
-                f"module {self.name!r}: a gradient of {flat.numel()} elements came where its trained parameters have "
-                f"{bucket.numel}, so some got none in this backward: use them all, or freeze them with "
-                "requires_grad_(False) on every rank"
+                f"module {self.name!r}: a gradient of {flat.numel()} elements came, expected {bucket.numel}: use all "
+                "its trained parameters in every backward, or freeze them with requires_grad_(False) on every rank"
             )
         return bucket
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Unpack
 
 import torch
-from communicators import CollectiveError, Communicator, Stats, Work
+from communicators import CollectiveError, Communicator, Stats
 from replicas import STATE_KEY as KEY
-from replicas import broadcast_parameters, check_named_parameters, state_of_rank
+from replicas import broadcast_parameters, check_named_parameters, gathered_state, state_of_rank
 from torch import Tensor, nn
 
-from data_parallel.ddp.buckets import unused_spans
+from data_parallel.exchange import Mean, wait_for_all
 from data_parallel.hsdp.backward import Backward, refuse_after_break
 from data_parallel.hsdp.mesh import joined
 from data_parallel.hsdp.outcome import Outcome, agreed
 from data_parallel.hsdp.shards import Shard, shards_of
-from data_parallel.lanes import spans_of
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
 from data_parallel.settings import ExchangeSettings, Settings, fixed
-from data_parallel.state_dict import gathered_state
+from data_parallel.state_dict import RESHARD
 from data_parallel.training import Training
 
 OWNER = "sparse_hsdp"
@@ -66,10 +65,9 @@ class HsdpState:
         self._shards, self._named = shards_of(model)
         check_named_parameters(list(self._named.items()))
         self._comm, self._inside = joined(self._shards, between)
-        owner = OWNER if checked.clip_norm is None else f"{OWNER} with clip_norm={checked.clip_norm}"
-        self._training = Training(checked, self._comm, list(self._named), [], owner=owner)
+        self._training = Training(checked, self._comm, list(self._named), [], owner=OWNER, withholds=True)
         self._exchange = self._training.exchange
-        self._pending: list[tuple[Work[Tensor], Tensor]] = []
+        self._pending: list[tuple[Mean, Tensor]] = []
         self._error: CollectiveError | None = None
         broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=self._training.facts())
         self._watch = OptimizerWatch(OWNER, INSTEAD, checked)
@@ -137,12 +135,8 @@ class HsdpState:
         Returns:
             By place inside a node the states of that place on all nodes.
         """
-        whole = gathered_state(
-            lambda: gathered_state(self.state_dict, self._comm, alike=False),
-            self._inside,
-            alike=False,
-            advice=OTHER_NODES,
-        )
+        of_place = partial(gathered_state, self.state_dict, self._comm, advice=RESHARD, alike=False)
+        whole = gathered_state(of_place, self._inside, advice=OTHER_NODES, alike=False)
         return whole if self._comm.rank == 0 else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -170,14 +164,12 @@ class HsdpState:
         """FSDP's hook: one flat gradient, to be the mean between the nodes once backward has ended."""
         if not self._backward.goes_on:
             self._begin()
-        bucket = shard.bucket(flat)
-        unused = unused_spans(spans_of(bucket), flat) if self._exchange.keeps else ()
-        waits = shard.may_wait(flat)
-        self._exchange.clip([flat], of=self._inside.size * sum(one.numel for one in self._shards))
+        bucket, waits = shard.bucket(flat), shard.may_wait(flat)
+        numel = self._inside.size * sum(one.numel for one in self._shards)
         try:
-            self._pending.append((self._exchange.start(bucket, flat, unused=unused), flat))
+            self._pending.append((self._exchange.start(bucket, flat, of=numel), flat))
             if not waits:
-                self._finish(*self._pending.pop())
+                self._finish([self._pending.pop()])
         except CollectiveError as error:
             self._error = self._error or error
 
@@ -189,29 +181,28 @@ class HsdpState:
         if any(p.grad is not None and bool(part_of(p.grad).any()) for p in self._named.values()):
             return
         try:
-            self._training.next_step(self._parts())
+            self._training.begin_step()
+            self._training.count_step(self._parts())
         except CollectiveError as error:
             self._error = error  # told to all ranks of the node, when they can be asked
 
     def _end(self) -> None:
         """Waits, after backward has ended on every rank, for exchanges under way; all ranks learn the outcome."""
-        self._exchange.begin_waiting()
+        self._exchange.tally.waiting_since = self._comm.clock()
         pending, self._pending = self._pending, []
-        for work, flat in pending:
-            try:
-                self._finish(work, flat)
-            except CollectiveError as error:
-                self._error = self._error or error
+        try:
+            self._finish(pending)
+        except CollectiveError as error:
+            self._error = self._error or error
         outcome = agreed(Outcome(self._error, self._exchange.finite()), self._inside)
-        if outcome.error is None and outcome.finite:
-            if self._training.scheme.selects:
-                held = [p for p in self._named.values() if p.grad is not None]
-                self._watch.note(held, [part_of(p.grad) for p in held], self._training.taken)
-            return
-        self._take_back()
-        if outcome.error is not None:
-            raise outcome.error
-        self._training.skipped += 1
+        if outcome.error is not None or not outcome.finite:
+            self._take_back()
+            if outcome.error is not None:
+                raise outcome.error
+            self._training.skipped += 1
+        elif self._training.scheme.selects:
+            held = [p for p in self._named.values() if p.grad is not None]
+            self._watch.note(held, [part_of(p.grad) for p in held], self._training.taken)
 
     def _take_back(self) -> None:
         self._exchange.undo()
@@ -224,9 +215,8 @@ class HsdpState:
             return
         self._backward.over()
         pending, self._pending = self._pending, []
-        for work, _ in pending:
-            with suppress(CollectiveError):  # of ranks that did not get so far: the next exchange says so again
-                work.wait()
+        with suppress(CollectiveError):  # of ranks that did not get so far: the next exchange says so again
+            self._finish(pending)
         self._take_back()
 
     def _refuse_in_backward(self, what: str) -> None:
@@ -235,10 +225,11 @@ class HsdpState:
             raise RuntimeError(f"{what} in backward: call it after step()")
 
     @staticmethod
-    def _finish(work: Work[Tensor], flat: Tensor) -> None:
-        mean = work.wait()
-        if mean is not flat:
-            flat.copy_(mean)
+    def _finish(pending: Sequence[tuple[Mean, Tensor]]) -> None:
+        means = wait_for_all(mean for mean, _ in pending)
+        for mean, (_, flat) in zip(means, pending, strict=True):
+            if mean is not flat:
+                flat.copy_(mean)
 
     def _parts(self) -> dict[str, Tensor]:
         """This rank's part of each parameter."""

@@ -58,16 +58,14 @@ def distributed_optimizer(
 def update_optimizer(
     accelerator: Accelerator, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]], **settings: Any
 ) -> Any:
-    """The optimizer in an `UpdateOptimizer`, prepared as by `distributed_optimizer`.
+    """The optimizer in an `UpdateOptimizer` with these settings, prepared as by `distributed_optimizer`.
 
-        model = accelerator.prepare_model(model, evaluation_mode=True)
-        optimizer = update_optimizer(accelerator, adam, model.named_parameters(), density=0.05)
-        ...
-        with optimizer.ahead():
-            accelerator.backward(loss(model(inputs)))
-        optimizer.step()
-
-    settings: of `UpdateOptimizer`.
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    optimizer = update_optimizer(accelerator, adam, model.named_parameters(), density=0.05)
+    ...
+    with optimizer.ahead():
+        accelerator.backward(loss(model(inputs)))
+    optimizer.step()
     """
     prepared = _prepared(accelerator, UpdateOptimizer, optimizer, named_parameters, settings)
     prepared.ahead = prepared.optimizer.ahead

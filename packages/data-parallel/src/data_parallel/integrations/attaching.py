@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -17,12 +16,7 @@ from data_parallel.update_optimizer import UpdateOptimizer
 
 
 def hooked(
-    model: Any,
-    optimizers: Iterable[Any],
-    settings: Mapping[str, Any],
-    *,
-    grad_scaler: torch.amp.GradScaler | None,
-    how: str,
+    model: Any, optimizers: Iterable[Any], settings: Mapping[str, Any], *, grad_scaler: Any, how: str
 ) -> SparseHookState:
     """The hook, with the module's own names and group; see `SparseHookState` for the settings.
 

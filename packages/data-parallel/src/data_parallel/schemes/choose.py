@@ -11,10 +11,9 @@ from sparse_compress import Compressor
 from torch import Tensor
 
 from data_parallel.lanes import Scheme
-from data_parallel.schemes.dense import DenseScheme
+from data_parallel.schemes.dense import DenseCompressor, DenseScheme
 from data_parallel.schemes.small_tensors import DenseSmallTensors
 from data_parallel.schemes.sparse import SparseScheme
-from data_parallel.schemes.table import known_compressor
 from data_parallel.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -31,22 +30,15 @@ def choose_scheme(
     Raises ValueError for options that do not fit the number of ranks, and without parameters to choose for.
     """
     algorithm, options, wire, choice = settings.algorithm, settings.options, settings.wire, None
-    if (own := known_compressor(algorithm)) is not None:
-        return own.given(options).scheme(comm), choice
-    if algorithm == "auto":
+    if isinstance(settings.entry, DenseCompressor):
+        return settings.entry.scheme(comm), None
+    if settings.entry is None:
         choice = _chosen(parameters, comm, settings.compressor, dense=not (settings.momentum or selects), wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
     if not resolve(algorithm).selects:
         return DenseScheme(comm, resolve(algorithm, options, size=comm.size), wire=wire), choice
-    sparse = SparseScheme(
-        comm,
-        resolve(algorithm, options, size=comm.size, wire=wire),
-        settings.compressor,
-        wire=wire,
-        momentum=settings.momentum,
-        tentative=settings.nonfinite == "skip",
-    )
-    return DenseSmallTensors(sparse, below=settings.dense_below) if settings.dense_below else sparse, choice
+    kind = DenseSmallTensors if settings.dense_below else SparseScheme
+    return kind(comm, resolve(algorithm, options, size=comm.size, wire=wire), settings, wire=wire), choice
 
 
 def _chosen(

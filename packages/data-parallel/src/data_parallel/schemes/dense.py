@@ -23,7 +23,7 @@ class DenseScheme(Scheme):
     """
 
     def __init__(self, comm: Communicator, algorithm: Algorithm, *, wire: str = "fp32") -> None:
-        super().__init__(algorithm.name, algorithm.settings, entry=algorithm, wire=wire)
+        super().__init__(algorithm.name, algorithm.settings, wire=wire)
         self.comm = comm
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
@@ -162,8 +162,8 @@ class CompressedScheme(Scheme):
         """Raises ValueError for velocities that are not zero, which would be lost here."""
         if any(bool(velocity.any()) for velocity in state["velocities"].values()):
             raise ValueError(
-                "the state holds momenta of before a selection, but nothing is selected here: load the one that it was "
-                "saved with, or drop them with reshard_residuals(states, size, drop=True)"
+                "the state holds momenta of before a selection, but nothing is selected here: load it where it was "
+                "saved, or drop them with reshard_residuals(states, size, drop=True)"
             )
 
 

@@ -6,67 +6,55 @@ of it costs next to nothing in a large model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from communicators import Bucket, Schedule, schedules
+from communicators import Bucket, Communicator, Schedule, schedules
+from sparse_collectives import Algorithm
 from torch import Tensor
 
-from data_parallel.lanes import Lane, Saved, Scheme, Sending, in_units, spans_of
+from data_parallel.lanes import Lane, Saved, Sending, in_units, spans_of
 from data_parallel.nonfinite import first_nonfinite
 from data_parallel.schemes.sparse import SparseScheme
+from data_parallel.settings import Settings
 
 
-class DenseSmallTensors(Scheme):
-    """Scheme that sums a bucket's members of fewer than `below` elements dense, in the same call as the selection.
+class DenseSmallTensors(SparseScheme):
+    """Scheme that sums members of fewer than `dense_below` elements dense, in the same call as the selection.
 
     The selection sees zeros in their place, so they have no residuals, and take nothing of its k. Their momentum is
     plain, u ← m·u + g, send u; nothing is cleared, because nothing waits. Only the selection uses the wire.
     """
 
-    def __init__(self, sparse: SparseScheme, *, below: int) -> None:
-        super().__init__(sparse.name, [*sparse.settings, f"dense_below={below}"], entry=sparse.entry, wire=sparse.wire)
-        self.sparse, self.keeps, self._below = sparse, sparse.keeps, below
+    def __init__(self, comm: Communicator, algorithm: Algorithm, settings: Settings, *, wire: str) -> None:
+        super().__init__(comm, algorithm, settings, wire=wire)
+        self._below = settings.dense_below
+        self.settings = [*self.settings, f"dense_below={self._below}"]
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens the selection's lane, and around it one for the bucket's small members, where it has any."""
         spans = [span for span in spans_of(bucket) if span.stop - span.start < self._below]
         if not spans:
-            return self.sparse.open(bucket, saved)
+            return super().open(bucket, saved)
         small = torch.cat([torch.arange(span.start, span.stop, device=bucket.device) for span in spans])
-        return _SmallLane(self.sparse, bucket, saved, small)
-
-    def state_dict(self) -> dict[str, Any]:
-        """State that the selection's lanes share."""
-        return self.sparse.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads it."""
-        self.sparse.load_state_dict(state)
-
-
-@dataclass(eq=False, kw_only=True)
-class _SendingBoth(Sending):
-    """A selection and small members. The schedule returns the selection's result, and their dense sum."""
-
-    selected: Sending
-    velocity: Tensor | None
+        velocity = None
+        if "velocities" in saved.error_state:
+            velocity = saved.error_state["velocities"][small]
+            saved.error_state["velocities"][small] = 0
+        return _SmallLane(self, super().open(bucket, saved), saved, small, velocity)
 
 
 class _SmallLane(Lane):
     """The selection's lane and, beside it, the elements `small` of the same bucket, with their velocity."""
 
-    def __init__(self, sparse: SparseScheme, bucket: Bucket, saved: Saved, small: Tensor) -> None:
-        self._comm, self._momentum, self._small = sparse.comm, sparse.momentum, small
-        self._velocity: Tensor | None = None
-        if "velocities" in saved.error_state:
-            self._velocity = saved.error_state["velocities"][small]
-            saved.error_state["velocities"][small] = 0
-        self._velocity_before = self._velocity
-        self._selection = sparse.open(bucket, saved)
-        super().__init__(bucket, saved._replace(state=self._selection.state), tentative=False)
+    def __init__(
+        self, scheme: SparseScheme, selection: Lane, saved: Saved, small: Tensor, velocity: Tensor | None
+    ) -> None:
+        super().__init__(selection.bucket, saved._replace(state=selection.state), tentative=False)
+        self._selection, self._small = selection, small
+        self._comm, self._momentum = scheme.comm, scheme.momentum
+        self._velocity = self._velocity_before = velocity
 
     @property
     def residual(self) -> Tensor | None:
@@ -75,7 +63,7 @@ class _SmallLane(Lane):
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Takes small members out of the gradient, and selects from the others."""
-        dense, velocity = self._with_momentum(in_units(flat[self._small], scale), unused)
+        dense, self._velocity_sent = self._with_momentum(in_units(flat[self._small], scale), unused)
         flat[self._small] = 0
         selected = self._selection.send(flat, scale, unused)
 
@@ -84,16 +72,9 @@ class _SmallLane(Lane):
             found = [selected.suspect(), int(self._small[own]) if own >= 0 else -1]
             return min((element for element in found if element >= 0), default=-1)
 
-        return _SendingBoth(
-            f"{selected.facts} and {len(dense)} elements dense",
-            self._both(selected.schedule, dense),
-            flat,
-            scale,
-            unused,
-            suspect,
-            selected=selected,
-            velocity=velocity,
-        )
+        self._selected = selected
+        facts = f"{selected.facts} and {len(dense)} elements dense"
+        return Sending(facts, self._both(selected.schedule, dense), flat, scale, unused, suspect)
 
     def values(self, result: tuple[Any, Tensor]) -> tuple[Tensor, Tensor]:
         """Values of the selection, and the dense sum beside its total."""
@@ -102,9 +83,8 @@ class _SmallLane(Lane):
 
     def receive(self, sending: Sending, result: tuple[Any, Tensor]) -> tuple[Tensor, Tensor]:
         """The mean of both."""
-        assert isinstance(sending, _SendingBoth)
-        mean, seen = self._selection.receive(sending.selected, result[0])
-        self._velocity = sending.velocity
+        mean, seen = self._selection.receive(self._selected, result[0])
+        self._velocity = self._velocity_sent
         dense = (result[1] / self._comm.size * sending.scale).to(mean.dtype)
         mean[self._small] += dense  # what waited of them before they were sent dense may have been selected
         return mean, torch.cat([seen, dense])

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from communicators import Bucket, Communicator
 from sparse_collectives import ALGORITHMS, Algorithm, Reduction, resolve
-from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK, all_finite, put
+from sparse_compress import ErrorFeedback, SparseVector, StatefulCompressor, TopK, all_finite, put
 from torch import Tensor
 
-from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, in_units, spans_of
+from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, in_units
 from data_parallel.nonfinite import first_nonfinite
+from data_parallel.settings import Settings
 
 
 class SparseScheme(Scheme):
@@ -21,24 +22,15 @@ class SparseScheme(Scheme):
     If TopK's k is all of a bucket's elements, as in a warm-up, "dense" sums them in full precision, whatever the
     algorithm and wire: indices would double its bytes.
 
-    algorithm: with its options and wire. wire: the wire's name. tentative: steps can be rolled back, at the cost of
-    twice the memory.
+    algorithm: with its options and wire. wire: the wire's name. With nonfinite="skip" steps can be rolled back, at the
+    cost of twice the memory.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        algorithm: Algorithm,
-        compressor: Compressor,
-        *,
-        wire: str = "fp32",
-        momentum: float = 0.0,
-        tentative: bool = False,
-    ) -> None:
-        super().__init__(algorithm.name, algorithm.settings, entry=algorithm, wire=wire)
-        self.comm, self.algorithm, self.compressor = comm, algorithm, compressor
-        self.momentum, self.tentative = momentum, tentative
-        self.keeps = ERROR_STATE if momentum else ERROR_STATE[:1]
+    def __init__(self, comm: Communicator, algorithm: Algorithm, settings: Settings, *, wire: str) -> None:
+        super().__init__(algorithm.name, algorithm.settings, selects=True, wire=wire)
+        self.comm, self.algorithm, self.compressor = comm, algorithm, settings.compressor
+        self.momentum, self.tentative = settings.momentum, settings.nonfinite == "skip"
+        self.keeps = ERROR_STATE if self.momentum else ERROR_STATE[:1]
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens a bucket's lane. TypeError for float64 gradients on a wire of fewer bytes."""
@@ -87,10 +79,9 @@ class SparseLane(Lane):
         """Selects from the accumulated gradient."""
         algorithm, comm, compressor = self._scheme.algorithm, self._scheme.comm, self._scheme.compressor
         gradient = flat if scale == 1.0 else in_units(flat, scale)
-        state, k = self.state_for_a_call(), compressor.entries(flat.numel())
+        state, k = None if self.state is None else self.state_for_a_call(), compressor.entries(flat.numel())
         select = algorithm.select(gradient, comm.rank, comm.size, k, state) if algorithm.prescribes else None
-        sent = self._feedback.compress(self.key, gradient, select=select, withhold=unused)
-        culprit = -1
+        sent, culprit = self._feedback.compress(self.key, gradient, select=select, withhold=unused), -1
         if self._feedback.is_suspect(self.key):
             sent, culprit = self._spoiled(sent, self._feedback.residual(self.key))
         dense = k >= sent.numel and isinstance(compressor, TopK)
@@ -134,6 +125,6 @@ class SparseLane(Lane):
         """
         taken = torch.zeros_like(residual).index_put_((sent.indices.long(),), sent.values)
         culprit = first_nonfinite(residual + taken)
-        spans = [span for span in spans_of(self.bucket) if not bool(all_finite(residual[span] + taken[span]))]
+        spans = [span for span in self.spans if not bool(all_finite(residual[span] + taken[span]))]
         self._feedback.drop(self.key, spans)
         return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel), culprit
