@@ -23,6 +23,8 @@ ALONE = {"": 1.0}
 RATES = {"": 1.0, "kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
 TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
+DESCRIPTION = """Predicts a training step with every sparse allreduce, and says whether one is worth it.
+Started by mpiexec or torchrun it measures your ranks; with --link, or --bandwidth and --latency, it assumes one."""
 EPILOG = """examples:
   mpiexec -n 8 python -m sparse_collectives.advise --model my_models:resnet50
   torchrun --nproc-per-node 8 -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25
@@ -65,6 +67,8 @@ BANDWIDTH = quantity(
 LATENCY = quantity("0 to 60 s, a time such as 50us or 30ms (a number alone is seconds)", 0, 60, units=TIMES)
 
 FLAGS: dict[str, dict[str, Any]] = {
+    "--model": {"metavar": "MODULE:FACTORY", "help": "measure forward and backward of this model"},
+    "--parameters": {"type": PARAMETERS, "metavar": "N", "help": "trained parameters of your model, such as 25e6"},
     "--optimizer": {
         "choices": OPTIMIZERS,
         "default": "sgd",
@@ -110,50 +114,49 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Instead of --bandwidth and --latency they hold `assumed`: the Link that is assumed by any of the flags, or None.
     `chosen`: whether --density was given.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m sparse_collectives.advise",
-        description="Predicts a training step with every sparse allreduce, and says whether one is worth it.\n"
-        "Started by mpiexec or torchrun it measures your ranks; with --link, or --bandwidth and --latency, it assumes "
-        "a network.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", metavar="MODULE:FACTORY", help="measure forward and backward of this model")
-    number = "trained parameters of your model, such as 25e6"
-    what.add_argument("--parameters", type=PARAMETERS, metavar="N", help=number)
-    for flag, settings in FLAGS.items():
-        parser.add_argument(flag, **settings)
+    parser = _parser()
     flags = parser.parse_args(argv)
     flags.chosen = flags.density is not None
     flags.density = sorted(set(flags.density or DENSITIES), reverse=True)
-    _check(flags, parser)
-    flags.assumed = LINKS[flags.link] if flags.link else None
-    if flags.bandwidth is not None:
-        flags.assumed = Link(flags.latency, 8e-9 / flags.bandwidth)
-    if flags.assumed:
-        flags.ranks = flags.ranks or 32
+    if wrong := _contradiction(flags):
+        parser.error(wrong)
+    own = None if flags.bandwidth is None else Link(flags.latency, 8e-9 / flags.bandwidth)
+    flags.assumed = LINKS.get(flags.link, own)
+    flags.ranks = flags.ranks or (32 if flags.assumed else None)
     return flags
 
 
-def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exits where the flags contradict each other."""
-    own, most = (flags.bandwidth is not None, flags.latency is not None), MOST_DENSITIES
+def _parser() -> argparse.ArgumentParser:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m sparse_collectives.advise", description=DESCRIPTION, epilog=EPILOG, formatter_class=shape
+    )
+    training = parser.add_mutually_exclusive_group(required=True)
+    for flag, settings in FLAGS.items():
+        group = training if flag in ("--model", "--parameters") else parser
+        group.add_argument(flag, **settings)
+    return parser
+
+
+def _contradiction(flags: argparse.Namespace) -> str:
+    """Reason why the flags do not go together; "" if they do."""
+    own = flags.bandwidth is not None, flags.latency is not None
     if flags.parameters and not flags.step_seconds:
-        parser.error("--parameters needs --step-seconds T: what a step takes on one rank without communication")
+        return "--parameters needs --step-seconds T: what a step takes on one rank without communication"
     if flags.model and flags.step_seconds:
-        parser.error("--step-seconds is measured where --model is given: leave it out")
+        return "--step-seconds is measured where --model is given: leave it out"
     if flags.model and not all(flags.model.partition(":")):
-        parser.error(f"--model {flags.model}: expected MODULE:FACTORY, such as my_models:resnet50")
+        return f"--model {flags.model}: expected MODULE:FACTORY, such as my_models:resnet50"
     if flags.link and any(own):
-        parser.error("--link stands for a bandwidth and a latency: give it, or --bandwidth and --latency")
+        return "--link stands for a bandwidth and a latency: give it, or --bandwidth and --latency"
     if any(own) and not all(own):
-        parser.error("--bandwidth and --latency go together: give both, such as --bandwidth 1gbit --latency 50us")
+        return "--bandwidth and --latency go together: give both, such as --bandwidth 1gbit --latency 50us"
     if flags.ranks and not flags.link and not any(own):
         real = "real ranks are started by mpiexec -n P or torchrun --nproc-per-node P"
-        parser.error(f"--ranks goes with --link, or --bandwidth and --latency; {real}")
-    if len(flags.density) > most:
-        parser.error(f"--density: {len(flags.density)} given, expected {most} at most; each takes seconds")
+        return f"--ranks goes with --link, or --bandwidth and --latency; {real}"
+    if len(flags.density) > MOST_DENSITIES:
+        return f"--density: {len(flags.density)} given, expected {MOST_DENSITIES} at most; each takes seconds"
+    return ""
 
 
 def _advise(flags: argparse.Namespace, comm: Communicator) -> None:

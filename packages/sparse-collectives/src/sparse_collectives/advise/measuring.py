@@ -12,6 +12,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,10 +130,7 @@ def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[
         raise NoAdvice(f"--model {name}: {found}, expected as many on all ranks")
     if not most:
         raise NoAdvice(f"--model {name}: no parameter of the model requires a gradient")
-
-    def step() -> tuple[float, float]:
-        return _step_seconds(name, model, loss, comm, device)
-
+    step = partial(_step_seconds, name, model, loss, comm, device)
     times = [on_every_rank(step, comm) for _ in range(REPEATS + 1)]
     forward, backward = slowest([statistics.median(part) for part in zip(*times[1:], strict=True)], comm)
     return sum(sizes), sum(size for size in sizes if size < TINY), forward + backward, backward

@@ -60,13 +60,12 @@ def recommend(situation: Situation) -> Recommendation:
     worthwhile = dense / best >= WORTHWHILE
     nearly = [s for s in eligible if (s.mean <= AS_FAST * best if worthwhile else s.prediction.name == "dense")]
     taken = max(nearly, key=lambda s: (s.prediction.density, s.prediction.wire == "fp32"))
-    other = next((s for s in steps if s is not taken), None)
+    p, other = taken.prediction, next((s for s in steps if s is not taken), None)
     passed = [s for s in steps if s.mean < best and s not in eligible]
-    rule = "fastest" if taken is eligible[0] else "as fast"
-    rule = "not worthwhile" if not worthwhile else "accuracy" if passed else rule
-    reason = " ".join([_reason(rule, taken.prediction, other), *_passed_over(situation, passed)])
+    faster = "accuracy" if passed else "fastest" if taken is eligible[0] else "as fast"
+    rule = faster if worthwhile else "not worthwhile"
+    reason = " ".join([_reason(rule, p, other), *_passed_over(situation, passed)])
     advice, *lines = _use(situation, taken, dense) if worthwhile else _leave_off(situation, dense, best)
-    p = taken.prediction
     return Recommendation(
         *(p.algorithm, dict(p.options), p.density, p.wire),
         speedup=dense / taken.mean,
@@ -145,12 +144,9 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     learns = in_words(situation.known(p), situation.optimizer, situation.ranks)
     training = f"over a whole training, the warm-up included, {gain}"
     after = f"after the warm-up {_seconds(later)}, {dense / later:.1f} times"
-    return [
-        f"Use {p.name} at density {p.density:.2g}: {training}; {after}. {network}",
-        *_lines(situation, p),
-        *(["The density is yours; it was not weighed against others."] if situation.chosen else []),
-        learns,
-    ]
+    chosen = ["The density is yours; it was not weighed against others."] if situation.chosen else []
+    use = f"Use {p.name} at density {p.density:.2g}: {training}; {after}. {network}"
+    return [use, *_lines(situation, p), *chosen, learns]
 
 
 def _lines(situation: Situation, p: Prediction) -> list[str]:
