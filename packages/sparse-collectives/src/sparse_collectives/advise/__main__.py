@@ -19,6 +19,8 @@ from sparse_collectives.advise.situation import DENSITIES, LINKS
 
 MOST_DENSITIES = 16
 LEAST, MOST = sys.float_info.min, sys.float_info.max
+Units = Mapping[str, float]
+Parsed = Callable[[str], float]
 ALONE = {"": 1.0}
 RATES = {"": 1.0, "kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
 TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -36,9 +38,7 @@ yours and returns the loss. It is called with the device as torch's default, so 
 """
 
 
-def quantity(
-    expected: str, least: float, most: float, *, units: Mapping[str, float] = ALONE, whole: bool = False
-) -> Callable[[str], float]:
+def quantity(expected: str, least: float, most: float, *, units: Units = ALONE, whole: bool = False) -> Parsed:
     """Type of a flag: a number with one of `units`, by which it is multiplied, from `least` to `most`."""
 
     def parsed(text: str) -> float:
@@ -111,8 +111,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags; exits with status 2, and says why, where they make no sense.
 
-    Instead of --bandwidth and --latency they hold `assumed`: the Link that is assumed by any of the flags, or None.
-    `chosen`: whether --density was given.
+    assumed: the Link that is assumed by any of them, or None. chosen: whether --density was given.
     """
     parser = _parser()
     flags = parser.parse_args(argv)

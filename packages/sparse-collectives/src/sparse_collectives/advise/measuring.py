@@ -27,6 +27,7 @@ from sparse_collectives.wire import WIRES
 
 T = TypeVar("T")
 Loss = Callable[[], torch.Tensor]
+Clock = Callable[[], float]
 REPEATS = 3
 PROBE_SECONDS = 0.1
 
@@ -36,19 +37,11 @@ class NoAdvice(Exception):  # noqa: N818 - it is what the command says
 
 
 def join(flags: argparse.Namespace) -> Communicator:
-    """The ranks that a launcher started: torchrun's over gloo, else MPI's where mpi4py is there. Raises NoAdvice.
-
-    For an assumed link this rank alone.
-    """
+    """The ranks that a launcher started; for an assumed link this rank alone. Raises NoAdvice."""
     if flags.assumed:
         return Alone()
-    if dist.is_available() and dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-    else:
-        with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py is there, an MPI library is not
-            from mpi4py import MPI  # noqa: F401 - its import is what as_communicator looks for
     try:
-        comm = as_communicator(None)
+        comm = _launched()
     except RuntimeError as error:
         raise NoAdvice(str(error)) from error
     if comm.size == 1:
@@ -57,6 +50,16 @@ def join(flags: argparse.Namespace) -> Communicator:
             f"--nproc-per-node P, or assume a network: --link {'|'.join(LINKS)} --ranks P"
         )
     return comm
+
+
+def _launched() -> Communicator:
+    """torchrun's ranks over gloo, else MPI's where mpi4py is there."""
+    if dist.is_available() and dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py is there, an MPI library is not
+            from mpi4py import MPI  # noqa: F401 - its import is what as_communicator looks for
+    return as_communicator(None)
 
 
 def on_every_rank(attempt: Callable[[], T], comm: Communicator) -> T:
@@ -95,12 +98,7 @@ def find_out(flags: argparse.Namespace, comm: Communicator, say: Callable[[str],
     return Situation(numel, ranks, device.type, compute, hidden, handling=handling, taken=busy, tiny=tiny, **asked)
 
 
-def share_taken(
-    comm: Communicator,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    cpu: Callable[[], float] = time.thread_time,
-) -> float:
+def share_taken(comm: Communicator, *, clock: Clock = time.perf_counter, cpu: Clock = time.thread_time) -> float:
     """Share of time, 0 … 1, for which the scheduler let others run while all ranks did nothing but compute.
 
     Collective; returns the share of the rank that was held up most. Load averages lag by a minute and count our own

@@ -37,21 +37,17 @@ def as_text(situation: Situation) -> str:
     """Premises, table and recommendation. Shows each algorithm and density with its fastest wire and fp32."""
     steps = situation.predictions()
     dense = dense_step(steps)
-    rows = [
-        (
-            p.variant,
-            f"{p.density:.2g}",
-            p.wire,
-            amount(p.nbytes),
-            str(p.rounds),
-            *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean)),
-            f"{dense / mean:.2f}×",
-            "" if p.density == 1 else in_a_column(situation.known(p)),
-        )
-        for p, later, mean in _shown(steps)
-    ]
+    rows = [_cells(situation, step, dense) for step in _shown(steps)]
     busy = [warning] if (warning := _warning(situation)) else []
     return "\n\n".join([_premises(situation), f"{table(HEADER, rows)}\n{LEGEND}", recommend(situation).text, *busy])
+
+
+def _cells(situation: Situation, step: Step, dense: float) -> tuple[str, ...]:
+    p, later, mean = step
+    times = map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean))
+    behind = "" if p.density == 1 else in_a_column(situation.known(p))
+    how = (p.variant, f"{p.density:.2g}", p.wire, amount(p.nbytes), str(p.rounds))
+    return (*how, *times, f"{dense / mean:.2f}×", behind)
 
 
 def as_json(situation: Situation) -> str:
@@ -111,17 +107,10 @@ def _shown(steps: list[Step]) -> list[Step]:
 
 
 def _premises(situation: Situation) -> str:
-    compute, hidden, link = milliseconds(situation.compute), milliseconds(situation.hidden), _speed(situation.link)
+    compute, hidden = milliseconds(situation.compute), milliseconds(situation.hidden)
     overlap = f"buckets travel during the {hidden} ms of backward" if situation.hidden else "no overlap"
-    name = "" if situation.link_name == "given" else f"{situation.link_name}: "
-    network = f"assumed to be joined by {name}{link}"
-    if situation.pairs is not None:
-        pairs = _speed(situation.pairs)
-        network = f"measured: {link} while all send and receive; in pairs, one way at a time: {pairs}"
-    lines = [
-        f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}",
-        f"{situation.ranks} ranks, {network}",
-    ]
+    lines = [f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}"]
+    lines.append(f"{situation.ranks} ranks, {_network(situation)}")
     for density, own in situation.handling.items():
         merge = [1e9 * own.merge[name] for name in ALGORITHMS if name in own.merge]
         lines.append(
@@ -129,6 +118,14 @@ def _premises(situation: Situation) -> str:
             f"element, merging {min(merge):.3g} to {max(merge):.3g} ns an entry"
         )
     return "\n".join(lines)
+
+
+def _network(situation: Situation) -> str:
+    link = _speed(situation.link)
+    if situation.pairs is not None:
+        pairs = _speed(situation.pairs)
+        return f"measured: {link} while all send and receive; in pairs, one way at a time: {pairs}"
+    return f"assumed to be joined by {'' if situation.link_name == 'given' else f'{situation.link_name}: '}{link}"
 
 
 def _speed(link: Link) -> str:

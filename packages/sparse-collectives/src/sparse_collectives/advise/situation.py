@@ -75,8 +75,7 @@ class Situation:
     def predictions(self) -> list[Step]:
         """All exchanges, the fastest over a whole training first; of each only the variant with the fastest steps.
 
-        Their wires are those on which merging was measured, and fp32. Their densities are those of `handling`, not
-        k/n, which whole entries make a little other.
+        Wires are those on which merging was measured, and fp32; densities those of `handling`, not k/n.
         """
         found: dict[tuple[str, float, str], Step] = {}
         for p in predict_all(handling=self.handling, **self._exchange()):
