@@ -17,9 +17,8 @@ import torch
 from communicators import as_communicator
 from sparse_collectives import WIRES
 from sparse_collectives.advise import report
-from sparse_collectives.advise.flags import DENSITIES, LINKS
 from sparse_collectives.advise.recommendation import recommend
-from sparse_collectives.advise.situation import Situation
+from sparse_collectives.advise.situation import DENSITIES, LINKS, Situation
 from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
 

@@ -19,7 +19,7 @@ SHOWN = re.findall(
 @pytest.mark.parametrize(("flags", "shown"), SHOWN, ids=[flags for flags, _ in SHOWN])
 def test_the_page_shows_what_the_command_prints(flags, shown, monkeypatch, capsys):
     handling = advised(json.loads((RESULTS / "advise.json").read_text())["rows"], "wan").handling
-    place = "sparse_collectives.advise.situation"
+    place = "sparse_collectives.advise.measuring"
     monkeypatch.setattr(f"{place}.measure_handling", lambda comm, density, **_: handling[density])
     monkeypatch.setattr(f"{place}.share_taken", lambda comm: 0.0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

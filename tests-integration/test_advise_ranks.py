@@ -95,4 +95,4 @@ def test_a_factory_that_fails_on_one_rank_ends_all_under_torchrun(processes, fac
     [done] = processes(1, *TORCHRUN, "-m", "sparse_collectives.advise", "--model", "one_fails:at_once")
     assert done.returncode != 0
     assert done.stderr.count(SAID["at_once"].format(path=factories)) == 1
-    assert "advise/factory.py" not in done.stderr
+    assert "advise/measuring.py" not in done.stderr

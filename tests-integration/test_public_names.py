@@ -11,16 +11,7 @@ import pytest
 
 from release.packages import ROOT
 
-MODULES = (
-    "communicators",
-    "sparse_compress",
-    "sparse_collectives",
-    "replicas",
-    "data_parallel",
-    "local_sgd",
-    "partial_collectives",
-    "slow_link",
-)
+MODULES = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py"))
 SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?:    .*\n?|\n)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\*{0,2}\w+): \S", re.MULTILINE)
 

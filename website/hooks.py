@@ -18,18 +18,6 @@ log = logging.getLogger("mkdocs.hooks.website")
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<![\w\])])(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^)\s]+)\)")
 CODE = re.compile(r"^( *```.*?^ *```)", re.MULTILINE | re.DOTALL)
-PACKAGES = (
-    "communicators",
-    "sparse_compress",
-    "sparse_collectives",
-    "replicas",
-    "data_parallel",
-    "local_sgd",
-    "partial_collectives",
-    "slow_link",
-)
-
-
 RECORDS = "bench/results"
 
 
@@ -65,13 +53,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def on_pre_build(config: Any) -> None:
     """Every public name of the packages has a docstring."""
     del config
-    paths = [ROOT / "packages" / name.replace("_", "-") / "src" for name in PACKAGES]
-    loader = griffe.GriffeLoader(search_paths=paths)
-    for name in PACKAGES:
-        loader.load(name)
+    packages = sorted(path.parent for path in ROOT.glob("packages/*/src/*/__init__.py"))
+    loader = griffe.GriffeLoader(search_paths=[package.parent for package in packages])
+    for package in packages:
+        loader.load(package.name)
     loader.resolve_aliases(external=False)
-    for name in PACKAGES:
-        for path in silent(loader.modules_collection[name]):
+    for package in packages:
+        for path in silent(loader.modules_collection[package.name]):
             log.warning("%s is public and has no docstring", path)
 
 

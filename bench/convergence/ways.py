@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from communicators import Communicator
 from data_parallel import DistributedOptimizer, UpdateOptimizer
-from sparse_collectives.advise import warm_up
+from sparse_collectives.advise.accuracy import warm_up
 from sparse_compress import DGCTopK, WarmUp
 from torch import nn
 from torch.optim import Optimizer
@@ -76,7 +76,7 @@ def _clip(run: Run) -> dict[str, Any]:
 
 def fitting(run: Run, algorithm: str = "gtopk", **more: Any) -> dict[str, Any]:
     """The settings that the README recommends."""
-    density = warm_up.advised(run.density, run.steps)
+    density = warm_up(run.density, run.steps)
     updates = {"updates": True, "dense_below": TINY}
     return {"algorithm": algorithm, "density": density, **updates, **_clip(run), **more}
 
@@ -92,7 +92,7 @@ def _without_warm_up(run: Run) -> dict[str, Any]:
 
 def _momentum_before(run: Run) -> dict[str, Any]:
     """Gradients are sent, after the correction: what a DDP hook can do."""
-    density = warm_up.advised(run.density, run.steps)
+    density = warm_up(run.density, run.steps)
     return {"algorithm": "gtopk", "density": density, "momentum": MOMENTUM, **_clip(run)}
 
 

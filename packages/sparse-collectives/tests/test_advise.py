@@ -33,7 +33,7 @@ def _little_work(monkeypatch):
         return MEASURED[key]
 
     monkeypatch.setattr("sparse_collectives.prediction.calibration.MOST_ELEMENTS", 1 << 15)
-    monkeypatch.setattr("sparse_collectives.advise.situation.measure_handling", measured)
+    monkeypatch.setattr("sparse_collectives.advise.measuring.measure_handling", measured)
 
 
 def test_100gbit_leave_it_off(capsys):
@@ -46,7 +46,7 @@ def test_100gbit_leave_it_off(capsys):
 
 def test_wan_use_a_sparse_one(capsys, monkeypatch):
     free = Handling(0.0, {}, dict.fromkeys(ALGORITHMS, 0.0))
-    monkeypatch.setattr("sparse_collectives.advise.situation.measure_handling", lambda comm, **situation: free)
+    monkeypatch.setattr("sparse_collectives.advise.measuring.measure_handling", lambda comm, **situation: free)
     found = advice(capsys, "--link", "wan", "--ranks", "8", "--optimizer", "adamw")
     recommended = found["recommendation"]
     assert ALGORITHMS[recommended["algorithm"]].selects
@@ -104,7 +104,7 @@ def nothing_is_measured(monkeypatch):
     def measured(*args, **kwargs):
         raise AssertionError("measured before --plot was checked")
 
-    monkeypatch.setattr("sparse_collectives.advise.situation.measure_handling", measured)
+    monkeypatch.setattr("sparse_collectives.advise.measuring.measure_handling", measured)
 
 
 def test_plot_without_matplotlib_says_what_to_install(capsys, tmp_path, monkeypatch, nothing_is_measured):
@@ -131,7 +131,7 @@ def test_plot_is_checked_first(capsys, tmp_path, nothing_is_measured, name, said
 
 def test_a_measured_share_is_asked_of_every_stage(capsys, monkeypatch):
     shares = iter([0.0, 0.3, 0.6])
-    monkeypatch.setattr("sparse_collectives.advise.situation.share_taken", lambda comm: next(shares))
+    monkeypatch.setattr("sparse_collectives.advise.measuring.share_taken", lambda comm: next(shares))
     found = advice(capsys, "--link", "1gbit")
     assert found["taken_by_others"] == pytest.approx(0.3)
     assert "30% of the time" in found["warning"]

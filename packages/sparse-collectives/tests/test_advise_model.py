@@ -7,8 +7,7 @@ import pytest
 import torch
 from communicators import SimulatedWorld
 from sparse_collectives.advise.__main__ import main
-from sparse_collectives.advise.all_or_none import NoAdvice, all_or_none
-from sparse_collectives.advise.factory import model_seconds
+from sparse_collectives.advise.measuring import NoAdvice, model_seconds, on_every_rank
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +100,8 @@ def test_one_rank_s_failure_is_everybody_s():
             return comm.rank
 
         with pytest.raises(NoAdvice, match=r"^rank 1: no data on 1$"):
-            all_or_none(attempt, comm)
-        return all_or_none(lambda: comm.rank, comm)
+            on_every_rank(attempt, comm)
+        return on_every_rank(lambda: comm.rank, comm)
 
     assert SimulatedWorld(4).run(fails) == [0, 1, 2, 3]
 
@@ -127,7 +126,7 @@ def test_a_loss_that_fails_on_one_rank_ends_all(monkeypatch, good):
             model_seconds("here:made", comm, torch.device("cpu"))
         return True
 
-    monkeypatch.setattr("sparse_collectives.advise.factory._made", lambda *given: losses[threading.get_ident()])
+    monkeypatch.setattr("sparse_collectives.advise.measuring._made", lambda *given: losses[threading.get_ident()])
     assert all(SimulatedWorld(3).run(body))
 
 
@@ -139,5 +138,5 @@ def test_models_of_unlike_size_are_refused(monkeypatch):
         with pytest.raises(NoAdvice, match="3 to 5 trained parameters"):
             model_seconds("here:made", comm, torch.device("cpu"))
 
-    monkeypatch.setattr("sparse_collectives.advise.factory._made", lambda *given: made[threading.get_ident()])
+    monkeypatch.setattr("sparse_collectives.advise.measuring._made", lambda *given: made[threading.get_ident()])
     SimulatedWorld(3).run(body)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, WIRES
 from sparse_collectives.advise import accuracy
 from sparse_collectives.advise.accuracy import Known, in_a_column, known
-from sparse_collectives.advise.busy import PROBE_SECONDS, share_taken
-from sparse_collectives.advise.flags import OPTIMIZERS
-from sparse_collectives.advise.recommendation import recommend
+from sparse_collectives.advise.measuring import PROBE_SECONDS, share_taken
+from sparse_collectives.advise.recommendation import OPTIMIZERS, recommend
 from sparse_collectives.advise.report import as_json, as_text
 from sparse_collectives.advise.situation import Situation
 from sparse_collectives.prediction.cost import Handling, predict, step_seconds
@@ -220,7 +219,7 @@ def test_a_speed_up_is_that_of_the_whole_training_of_the_advised_lines(optimizer
 BEHIND = st.none() | st.floats(-1, 20)
 
 
-@given(st.data(), st.sampled_from(OPTIMIZERS), st.booleans())
+@given(st.data(), st.sampled_from(list(OPTIMIZERS)), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_nothing_is_advised_unasked_that_is_known_to_lose(situation_of_few, data, optimizer, chosen):
     """Whatever is on record: the fastest, or as fast, of what learns within a point; the unknown only without such."""

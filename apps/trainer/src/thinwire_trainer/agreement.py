@@ -77,10 +77,6 @@ class ControlCommunicator(Communicator):
         """Bytes of what was called through this object, exactly, whatever goes on in the background."""
         return self._over + sum(work.bytes_sent for work in self._started)
 
-    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """Run a schedule (`communicators.run`)."""
-        return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
-
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:

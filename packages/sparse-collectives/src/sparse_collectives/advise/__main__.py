@@ -1,18 +1,98 @@
-"""The command: find out, report."""
+"""The command: `python -m sparse_collectives.advise`."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
 
-from communicators import Communicator
+from communicators import Communicator, Link
 
-from sparse_collectives.advise.all_or_none import NoAdvice, all_or_none
-from sparse_collectives.advise.flags import parse
-from sparse_collectives.advise.plot import check_plot, plot
-from sparse_collectives.advise.report import as_json, as_text
-from sparse_collectives.advise.situation import find_out, join
+from sparse_collectives.advise.measuring import NoAdvice, find_out, join, on_every_rank
+from sparse_collectives.advise.recommendation import OPTIMIZERS
+from sparse_collectives.advise.report import as_json, as_text, check_plot, plot
+from sparse_collectives.advise.situation import DENSITIES, LINKS
+
+MOST_DENSITIES = 16
+LEAST, MOST = sys.float_info.min, sys.float_info.max
+Units = Mapping[str, float]
+Parsed = Callable[[str], float]
+ALONE = {"": 1.0}
+RATES = {"": 1.0, "kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
+TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+DESCRIPTION = """Predicts a training step with every sparse allreduce, and says whether one is worth it.
+Started by mpiexec or torchrun it measures your ranks; with --link, or --bandwidth and --latency, it assumes one."""
+EPILOG = """examples:
+  mpiexec -n 8 python -m sparse_collectives.advise --model my_models:resnet50
+  torchrun --nproc-per-node 8 -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25
+  python -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25 --link 10gbit --ranks 32
+  python -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25 --bandwidth 2gbit --latency 80us
+
+FACTORY() returns (model, loss): a torch.nn.Module, and a function without arguments that runs forward on one batch of
+yours and returns the loss. It is called with the device as torch's default, so what it makes is already there.
+"""
+
+
+def quantity(expected: str, least: float, most: float, *, units: Units = ALONE, whole: bool = False) -> Parsed:
+    """Type of a flag: a number with one of `units`, by which it is multiplied, from `least` to `most`."""
+
+    def parsed(text: str) -> float:
+        lowered = text.strip().lower()
+        number = lowered.rstrip(ascii_lowercase + "µ/")
+        try:
+            value = float(number) * units[lowered.removeprefix(number)]
+        except (ValueError, KeyError):
+            value = math.nan
+        if not least <= value <= most or (whole and value % 1):
+            raise argparse.ArgumentTypeError(f"{text} given, expected {expected}")
+        return int(value) if whole else value
+
+    return parsed
+
+
+PARAMETERS = quantity("a whole number of 1 or more, 1,000,000,000,000,000 at most", 1, 10**15, whole=True)
+RANKS = quantity("2 or more, 4,096 at most: one rank exchanges nothing", 2, 4096, whole=True)
+"""Predictions for so many take seconds, and take O(P)."""
+BANDWIDTH = quantity(
+    "1kbit to 100tbit, a rate such as 1gbit or 200mbit (a number alone is Gbit/s)",
+    1e-6,
+    1e5,
+    units=RATES | {f"{unit}/s": scale for unit, scale in RATES.items()},
+)
+LATENCY = quantity("0 to 60 s, a time such as 50us or 30ms (a number alone is seconds)", 0, 60, units=TIMES)
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "--model": {"metavar": "MODULE:FACTORY", "help": "measure forward and backward of this model"},
+    "--parameters": {"type": PARAMETERS, "metavar": "N", "help": "trained parameters of your model, such as 25e6"},
+    "--optimizer": {
+        "choices": OPTIMIZERS,
+        "default": "sgd",
+        "help": "yours: what to write, and what is known of accuracy, depends on it (default: sgd, with momentum)",
+    },
+    "--step-seconds": {
+        "type": quantity("seconds > 0", LEAST, MOST),
+        "metavar": "T",
+        "help": "forward, backward and update on one rank, no communication",
+    },
+    "--density": {
+        "type": quantity("0 < density <= 1", LEAST, 1),
+        "nargs": "+",
+        "help": "of what is sent; default 0.01 0.001; yours are advised whatever is known of accuracy, which is told",
+    },
+    "--link": {"choices": LINKS, "help": "assume this network instead of measuring"},
+    "--bandwidth": {"type": BANDWIDTH, "metavar": "RATE", "help": "assume one of your own: 1gbit; alone: Gbit/s"},
+    "--latency": {"type": LATENCY, "metavar": "TIME", "help": "of a message, with --bandwidth: 50us; alone: s"},
+    "--ranks": {"type": RANKS, "metavar": "P", "help": "of an assumed network: how many, default 32"},
+    "--device": {"help": "where gradients are, default cuda where there is one, else cpu"},
+    "--no-overlap": {"action": "store_true", "help": "the exchange comes after backward, not during it"},
+    "--json": {"action": "store_true", "help": "one JSON object instead of text"},
+    "--plot": {"type": Path, "metavar": "FILE", "help": "picture of speed-up against bandwidth and ranks"},
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,27 +108,72 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _advise(flags: Namespace, comm: Communicator) -> None:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags; exits with status 2, and says why, where they make no sense.
+
+    assumed: the Link that is assumed by any of them, or None. chosen: whether --density was given.
+    """
+    parser = _parser()
+    flags = parser.parse_args(argv)
+    flags.chosen = flags.density is not None
+    flags.density = sorted(set(flags.density or DENSITIES), reverse=True)
+    if wrong := _contradiction(flags):
+        parser.error(wrong)
+    own = None if flags.bandwidth is None else Link(flags.latency, 8e-9 / flags.bandwidth)
+    flags.assumed = LINKS.get(flags.link, own)
+    flags.ranks = flags.ranks or (32 if flags.assumed else None)
+    return flags
+
+
+def _parser() -> argparse.ArgumentParser:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m sparse_collectives.advise", description=DESCRIPTION, epilog=EPILOG, formatter_class=shape
+    )
+    training = parser.add_mutually_exclusive_group(required=True)
+    for flag, settings in FLAGS.items():
+        group = training if flag in ("--model", "--parameters") else parser
+        group.add_argument(flag, **settings)
+    return parser
+
+
+def _contradiction(flags: argparse.Namespace) -> str:
+    """Reason why the flags do not go together; "" if they do."""
+    own = flags.bandwidth is not None, flags.latency is not None
+    if flags.parameters and not flags.step_seconds:
+        return "--parameters needs --step-seconds T: what a step takes on one rank without communication"
+    if flags.model and flags.step_seconds:
+        return "--step-seconds is measured where --model is given: leave it out"
+    if flags.model and not all(flags.model.partition(":")):
+        return f"--model {flags.model}: expected MODULE:FACTORY, such as my_models:resnet50"
+    if flags.link and any(own):
+        return "--link stands for a bandwidth and a latency: give it, or --bandwidth and --latency"
+    if any(own) and not all(own):
+        return "--bandwidth and --latency go together: give both, such as --bandwidth 1gbit --latency 50us"
+    if flags.ranks and not flags.link and not any(own):
+        real = "real ranks are started by mpiexec -n P or torchrun --nproc-per-node P"
+        return f"--ranks goes with --link, or --bandwidth and --latency; {real}"
+    if len(flags.density) > MOST_DENSITIES:
+        return f"--density: {len(flags.density)} given, expected {MOST_DENSITIES} at most; each takes seconds"
+    return ""
+
+
+def _advise(flags: argparse.Namespace, comm: Communicator) -> None:
     """Prints the advice on stdout and reports progress on stderr. Raises NoAdvice."""
-    say = _say if comm.rank == 0 else _be_silent
     if flags.plot:
-        all_or_none(lambda: check_plot(flags.plot) if comm.rank == 0 else None, comm)
-    situation = find_out(flags, comm, say)
+        on_every_rank(lambda: check_plot(flags.plot) if comm.rank == 0 else None, comm)
+    situation = find_out(flags, comm, _say if comm.rank == 0 else lambda _: None)
     if comm.rank != 0:
         return
-    say(f"predicting steps of {situation.ranks} ranks")
+    _say(f"predicting steps of {situation.ranks} ranks")
     print(as_json(situation) if flags.json else as_text(situation))
     if flags.plot:
-        say(f"drawing {flags.plot}")
+        _say(f"drawing {flags.plot}")
         plot(situation, flags.plot)
 
 
 def _say(text: str) -> None:
     print(f"python -m sparse_collectives.advise: {text}", file=sys.stderr, flush=True)
-
-
-def _be_silent(text: str) -> None:
-    del text
 
 
 if __name__ == "__main__":

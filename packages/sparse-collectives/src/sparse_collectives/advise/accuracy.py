@@ -1,4 +1,4 @@
-"""Accuracy measured for training with an exchange: the record of `python -m bench convergence`.
+"""Accuracy measured for training with an exchange (the record of `python -m bench convergence`), and its warm-up.
 
 `accuracy.json` is written by that command (`--accuracy FILE`), never by hand.
 """
@@ -6,12 +6,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from sparse_compress import WarmUp
+
 MOST_BEHIND = 1.0
 """Points of accuracy, of text percent of perplexity: what is known to lose more is not advised unasked."""
+FEW = 0.01
+"""Below it DGC's own warm-up is advised: at 0.1 % models learn better by it than by dense steps, and it sends less."""
 
 
 class Known(NamedTuple):
@@ -38,64 +43,52 @@ def known(
     wait as many steps in a short training, which is a larger share of it.
     """
     asked = {"optimizer": optimizer, "algorithm": algorithm, "density": density, "wire": wire, "sends": sends}
-    rows = [row for row in _record() if all(row[name] == value for name, value in asked.items())]
-    if not rows:
+    by_task: dict[str, list[dict[str, Any]]] = {}
+    for row in _record():
+        if asked.items() <= row.items():
+            by_task.setdefault(row["task"], []).append(row)
+    if not by_task:
         return None
-    tasks = tuple(dict.fromkeys(row["task"] for row in rows))
-    taken = [_nearest([row for row in rows if row["task"] == task], ranks) for task in tasks]
-    behind = [row["behind"] for row in taken]
-    return Known(
-        min(behind), max(behind), tasks, min(row["seeds"] for row in taken), tuple(row["ranks"] for row in taken)
-    )
-
-
-def within_a_point(found: Known) -> bool:
-    """Whether the worst of its tasks is at most `MOST_BEHIND` behind dense."""
-    return found.most <= MOST_BEHIND
+    taken = [
+        min(rows, key=lambda row: (max(row["ranks"] / ranks, ranks / row["ranks"]), -row["ranks"], -row["steps"]))
+        for rows in by_task.values()
+    ]
+    behind, seeds = [row["behind"] for row in taken], min(row["seeds"] for row in taken)
+    return Known(min(behind), max(behind), tuple(by_task), seeds, tuple(row["ranks"] for row in taken))
 
 
 def in_a_column(found: Known | None) -> str:
     """Points behind dense: "0.3", "-0.6…1.1", or "?" where it was not measured."""
-    if found is None:
-        return "?"
-    least, most = f"{found.least:.1f}", f"{found.most:.1f}"
-    return least if least == most else f"{least}…{most}"
-
-
-def on_ranks(found: Known) -> str:
-    """Numbers of ranks over the tasks: "on 2 and 8 ranks"."""
-    return f"on {' and '.join(map(str, sorted(set(found.ranks))))} ranks"
+    return "?" if found is None else "…".join(dict.fromkeys(f"{points:.1f}" for points in (found.least, found.most)))
 
 
 def in_words(found: Known | None, optimizer: str, ranks: int) -> str:
     """Line of the advice about accuracy. ranks: the user's."""
     if found is None:
         return f"How this exchange learns with {optimizer} was not measured: compare the first epochs with dense ones."
-    seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
-    others = set(found.ranks) != {ranks}
+    trained: dict[int, list[str]] = {size: [] for size in sorted(set(found.ranks))}
+    for size, task in zip(found.ranks, found.tasks, strict=True):
+        trained[size].append(task)
+    models = " and ".join(f"of {', '.join(tasks)} on {size} ranks" for size, tasks in trained.items())
+    nearest = f", the nearest to your {ranks}," if set(trained) != {ranks} else ""
+    seeds, behind = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}", f"{in_a_column(found)} points behind dense"
     return (
-        f"Time is not accuracy: with {optimizer}, small models {_models(found)}"
-        f"{f', the nearest to your {ranks},' if others else ''} were {in_a_column(found)} points behind dense "
+        f"Time is not accuracy: with {optimizer}, small models {models}{nearest} were {behind} "
         f"(short trainings, {seeds}): compare the first epochs with dense ones."
     )
 
 
-def _models(found: Known) -> str:
-    """Tasks by number of ranks: "of cnn, text on 2 ranks and of vit on 8 ranks"."""
-    trained = {
-        size: [task for task, own in zip(found.tasks, found.ranks, strict=True) if own == size]
-        for size in sorted(set(found.ranks))
-    }
-    return " and ".join(f"of {', '.join(tasks)} on {size} ranks" for size, tasks in trained.items())
+def warm_up(density: float, steps: int) -> WarmUp:
+    """Recommended warm-up: dense for the first tenth of the steps; below 1 %, DGC's stages for the first fifth.
+
+    Measured by `python -m bench convergence`, where "gtopk, dense tenth" is the first at 0.1 % too.
+    """
+    return WarmUp(density, steps // 5) if density < FEW else WarmUp(density, steps // 10, stages=(1.0,))
 
 
-def _nearest(rows: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    """The row of one task whose number of ranks is nearest, and whose training is longest."""
-    return min(rows, key=lambda row: (_ratio(row["ranks"], ranks), -row["ranks"], -row["steps"]))
-
-
-def _ratio(one: int, other: int) -> float:
-    return max(one / other, other / one)
+def shares(density: float, steps: int = 1000) -> dict[float, float]:
+    """{density: share of the training's steps that use it} under the recommended warm-up."""
+    return {sent: count / steps for sent, count in Counter(map(warm_up(density, steps), range(steps))).items()}
 
 
 @cache

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sparse_collectives.advise import warm_up
-from sparse_collectives.advise.accuracy import MOST_BEHIND, in_words, on_ranks, within_a_point
-from sparse_collectives.advise.factory import TINY
-from sparse_collectives.advise.situation import Situation, Step, Steps
+from sparse_collectives.advise.accuracy import FEW, MOST_BEHIND, in_words
+from sparse_collectives.advise.situation import TINY, Situation, Step
 from sparse_collectives.prediction.cost import Prediction
 
-BETAS = "..., betas=(0.5, 0.999)"
+OPTIMIZERS = {
+    "sgd": "SGD(..., momentum=0.9)",
+    "adam": "Adam(..., betas=(0.5, 0.999))",
+    "adamw": "AdamW(..., betas=(0.5, 0.999))",
+}
+"""Optimizers of the user, as they are written for updates."""
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""
 AS_FAST = 1.05
@@ -40,9 +43,9 @@ class Recommendation(NamedTuple):
     text: str
 
 
-def dense_step(steps: Steps) -> float:
+def dense_step(steps: list[Step]) -> float:
     """Seconds of a step with whole gradients in float32, what everything is compared with."""
-    return next(step.mean for step in steps if _is_dense(step.prediction))
+    return next(step.mean for step in steps if step.prediction.name == "dense")
 
 
 def recommend(situation: Situation) -> Recommendation:
@@ -55,143 +58,115 @@ def recommend(situation: Situation) -> Recommendation:
     dense, eligible = dense_step(steps), _eligible(situation, steps)
     best = eligible[0].mean
     worthwhile = dense / best >= WORTHWHILE
-    nearly = [s for s in eligible if (s.mean <= AS_FAST * best if worthwhile else _is_dense(s.prediction))]
+    nearly = [s for s in eligible if (s.mean <= AS_FAST * best if worthwhile else s.prediction.name == "dense")]
     taken = max(nearly, key=lambda s: (s.prediction.density, s.prediction.wire == "fp32"))
-    other = next((s for s in steps if s is not taken), None)
+    p, other = taken.prediction, next((s for s in steps if s is not taken), None)
     passed = [s for s in steps if s.mean < best and s not in eligible]
-    rule = "fastest" if taken is eligible[0] else "as fast"
-    rule = "not worthwhile" if not worthwhile else "accuracy" if passed else rule
-    reason = " ".join([_reason(rule, taken.prediction, other), *_passed_over(situation, passed)])
-    share = 1 - situation.compute / dense
-    advice = _use(situation, taken, dense, share) if worthwhile else _leave_off(share, dense / best)
-    p = taken.prediction
+    faster = "accuracy" if passed else "fastest" if taken is eligible[0] else "as fast"
+    rule = faster if worthwhile else "not worthwhile"
+    reason = " ".join([_reason(rule, p, other), *_passed_over(situation, passed)])
+    advice, *lines = _use(situation, taken, dense) if worthwhile else _leave_off(situation, dense, best)
     return Recommendation(
-        p.algorithm,
-        dict(p.options),
-        p.density,
-        p.wire,
-        dense / taken.mean,
-        dense / taken.seconds,
-        rule,
-        reason,
-        None if other is None else _told(other),
-        "\n".join([advice[0], reason, *advice[1:]]),
+        *(p.algorithm, dict(p.options), p.density, p.wire),
+        speedup=dense / taken.mean,
+        speedup_after_warm_up=dense / taken.seconds,
+        rule=rule,
+        reason=reason,
+        runner_up=None if other is None else told(other),
+        text="\n".join([advice, reason, *lines]),
     )
 
 
-def _eligible(situation: Situation, steps: Steps) -> Steps:
+def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
     """Whole gradients, and what is known to learn within a point of them.
 
     Where none of these is worthwhile also what nobody measured. Of densities that the user chose one is taken first
     among those that are known to learn well, then the unknown, then whatever is known to lose.
     """
-    dense = dense_step(steps)
+    dense, learns = dense_step(steps), [_learns(situation, s.prediction) for s in steps]
     for level in (WELL, UNKNOWN, BADLY) if situation.chosen else (WELL, UNKNOWN):
-        found = [s for s in steps if _learns(situation, s.prediction) <= level]
-        asked = [s for s in found if s.prediction.density < 1] if situation.chosen else found
+        found = [s for s, own in zip(steps, learns, strict=True) if own <= level]
+        asked = [s for s in found if s.prediction.density < 1 or not situation.chosen]
         if asked and dense / asked[0].mean >= WORTHWHILE:
             return found
-    return [s for s in steps if _learns(situation, s.prediction) == WELL]
+    return [s for s, own in zip(steps, learns, strict=True) if own == WELL]
 
 
 def _learns(situation: Situation, p: Prediction) -> int:
     if p.density == 1:
         return WELL
     found = situation.known(p)
-    return UNKNOWN if found is None else WELL if within_a_point(found) else BADLY
+    return UNKNOWN if found is None else WELL if found.most <= MOST_BEHIND else BADLY
 
 
-def _passed_over(situation: Situation, passed: Steps) -> list[str]:
+def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
     """Reasons for passing over faster exchanges, one for the fastest of each kind."""
+    fastest = {_learns(situation, step.prediction): step for step in reversed(passed)}
     said = []
-    for level in (BADLY, UNKNOWN):
-        p, _, mean = next((s for s in passed if _learns(situation, s.prediction) == level), (None, 0.0, 0.0))
-        if p is None:
-            continue
-        name = f"{p.name}{_at(p)} ({_seconds(mean)})"
-        found = situation.known(p)
-        why = (
-            "how it learns was not measured"
-            if found is None
-            else f"it ended up to {found.most:.1f} points behind dense {on_ranks(found)}"
-        )
-        said.append(f"Faster, but passed over: {name}; with {situation.optimizer} {why}.")
+    for step in (fastest[level] for level in (BADLY, UNKNOWN) if level in fastest):
+        found, why = situation.known(step.prediction), "how it learns was not measured"
+        if found is not None:
+            ranks = " and ".join(map(str, sorted(set(found.ranks))))
+            why = f"it ended up to {found.most:.1f} points behind dense on {ranks} ranks"
+        said.append(f"Faster, but passed over: {_named(step)}; with {situation.optimizer} {why}.")
     return said
 
 
 def _reason(rule: str, taken: Prediction, other: Step | None) -> str:
     if other is None:
         return "Why: nothing else was predicted."
-    name = f"{other.prediction.name}{_at(other.prediction)} ({_seconds(other.mean)})"
-    if rule == "fastest":
-        return f"Why: it is the fastest; {name} comes next."
-    if rule == "accuracy":
-        return f"Why: of what is known to learn within {MOST_BEHIND:g} point of dense it is the fastest, or as fast."
-    if rule == "as fast":
-        wire = ", and of these the one in fp32" if taken.wire == "fp32" else ""
-        return (
-            f"Why: {name} is the fastest, but of steps that are as fast within {AS_FAST - 1:.0%} the one that sends "
-            f"most of the gradient is taken{wire}."
-        )
-    return (
-        f"Why: a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; the fastest of the "
-        f"others is {name}."
-    )
+    wire = ", and of these the one in fp32" if taken.wire == "fp32" else ""
+    why = {
+        "fastest": f"it is the fastest; {_named(other)} comes next.",
+        "accuracy": f"of what is known to learn within {MOST_BEHIND:g} point of dense it is the fastest, or as fast.",
+        "as fast": f"{_named(other)} is the fastest, but of steps that are as fast within {AS_FAST - 1:.0%} the one "
+        f"that sends most of the gradient is taken{wire}.",
+        "not worthwhile": f"a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; the fastest "
+        f"of the others is {_named(other)}.",
+    }
+    return f"Why: {why[rule]}"
 
 
-def _use(situation: Situation, taken: Step, dense: float, share: float) -> list[str]:
+def _leave_off(situation: Situation, dense: float, best: float) -> list[str]:
+    gain = f"the most that any gains is {dense / best - 1:.0%}"
+    gain = gain if dense > best else "none that learns well enough makes it shorter"
+    return [f"Leave it off: the network is {1 - situation.compute / dense:.0%} of your step, and {gain}."]
+
+
+def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
+    """The gain, then what to write."""
     p, later, mean = taken
-    before = f"Use {p.name}{_at(p)}: "
+    network = f"The network is {1 - situation.compute / dense:.0%} of a dense step."
+    gain = f"a step takes {_seconds(mean)} instead of {_seconds(dense)}, {dense / mean:.1f} times as fast"
     if p.density == 1:
-        gain = f"a step takes {_seconds(mean)} instead of {_seconds(dense)}, {dense / mean:.1f} times as fast"
-    else:
-        gain = (
-            f"over a whole training, the warm-up included, a step takes {_seconds(mean)} instead of {_seconds(dense)}, "
-            f"{dense / mean:.1f} times as fast; after the warm-up {_seconds(later)}, {dense / later:.1f} times"
-        )
-    return [f"{before}{gain}. The network is {share:.0%} of a dense step.", *_how(situation, p)]
-
-
-def _leave_off(share: float, most: float) -> list[str]:
-    gain = (
-        "none that learns well enough makes it shorter" if most <= 1 else f"the most that any gains is {most - 1:.0%}"
-    )
-    return [f"Leave it off: the network is {share:.0%} of your step, and {gain}."]
-
-
-def _at(taken: Prediction) -> str:
-    return f" at density {taken.density:.2g}" if taken.density < 1 else ""
-
-
-def _how(situation: Situation, taken: Prediction) -> list[str]:
-    if taken.density == 1:
-        return ["In DDP: ddp.register_comm_hook(None, bf16_compress_hook), from torch's ddp_comm_hooks.default_hooks."]
-    options = f", options={dict(taken.options)}" if taken.variant != taken.algorithm else ""
-    wire = f', wire="{taken.wire}"' if taken.wire != "fp32" else ""
-    density, steps = warm_up.in_words(taken.density)
-    setting = f'density={density}, algorithm="{taken.algorithm}"{options}{wire}'
-    ranks = situation.ranks
-    found = situation.known(taken)
-    learns = in_words(found, situation.optimizer, ranks)
+        hook = "ddp.register_comm_hook(None, bf16_compress_hook), from torch's ddp_comm_hooks.default_hooks."
+        return [f"Use {p.name}: {gain}. {network}", f"In DDP: {hook}"]
+    learns = in_words(situation.known(p), situation.optimizer, situation.ranks)
+    training = f"over a whole training, the warm-up included, {gain}"
+    after = f"after the warm-up {_seconds(later)}, {dense / later:.1f} times"
     chosen = ["The density is yours; it was not weighed against others."] if situation.chosen else []
-    if situation.sends_updates:
-        made = {"sgd": "SGD(..., momentum=0.9)", "adam": f"Adam({BETAS})", "adamw": f"AdamW({BETAS})"}
-        inner = f"torch.optim.{made[situation.optimizer]}, model.named_parameters()"
-        how = f"Without DDP: optimizer = UpdateOptimizer({inner}, {setting}, dense_below={TINY}), "
-        how += "and forward and backward in `with optimizer.ahead():`."
-    else:
-        how = (
-            f"In DDP: ddp.register_comm_hook(SparseHookState({setting}, momentum=0.9), sparse_hook), and no momentum "
-            "in the optimizer."
-        )
-    return [how, steps, *chosen, learns]
+    use = f"Use {p.name} at density {p.density:.2g}: {training}; {after}. {network}"
+    return [use, *_lines(situation, p), *chosen, learns]
 
 
-def _is_dense(prediction: Prediction) -> bool:
-    return prediction.name == "dense"
+def _lines(situation: Situation, p: Prediction) -> list[str]:
+    """Code of a sparse exchange, and the meaning of its STEPS."""
+    stages, steps = ", stages=(1.0,)", "STEPS: the first tenth of yours, in which all is sent."
+    if p.density < FEW:
+        stages, steps = "", "STEPS: the first fifth of yours, in which ever less is sent."
+    options = f", options={dict(p.options)}" if p.variant != p.algorithm else ""
+    wire = f', wire="{p.wire}"' if p.wire != "fp32" else ""
+    setting = f'density=WarmUp({p.density:.2g}, steps=STEPS{stages}), algorithm="{p.algorithm}"{options}{wire}'
+    if not situation.sends_updates:
+        hook = f"ddp.register_comm_hook(SparseHookState({setting}, momentum=0.9), sparse_hook)"
+        return [f"In DDP: {hook}, and no momentum in the optimizer.", steps]
+    inner = f"torch.optim.{OPTIMIZERS[situation.optimizer]}, model.named_parameters()"
+    made = f"Without DDP: optimizer = UpdateOptimizer({inner}, {setting}, dense_below={TINY})"
+    return [f"{made}, and forward and backward in `with optimizer.ahead():`.", steps]
 
 
-def _told(step: Step) -> dict[str, Any]:
+def told(step: Step) -> dict[str, Any]:
+    """An exchange and its seconds, as JSON has them."""
     p = step.prediction
     return {
         "algorithm": p.algorithm,
@@ -201,6 +176,12 @@ def _told(step: Step) -> dict[str, Any]:
         "step_seconds": step.seconds,
         "mean_step_seconds": step.mean,
     }
+
+
+def _named(step: Step) -> str:
+    """An exchange with its seconds: "gtopk at density 0.01 (514 ms)"."""
+    p = step.prediction
+    return f"{p.name}{f' at density {p.density:.2g}' if p.density < 1 else ''} ({_seconds(step.mean)})"
 
 
 def _seconds(seconds: float) -> str:

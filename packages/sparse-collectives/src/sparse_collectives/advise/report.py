@@ -1,36 +1,30 @@
-"""The advice as text and as JSON."""
+"""The advice as text, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from communicators import Link
 
 from sparse_collectives.advise.accuracy import in_a_column
-from sparse_collectives.advise.busy import BUSY
-from sparse_collectives.advise.recommendation import dense_step, recommend
-from sparse_collectives.advise.situation import Situation, Steps
+from sparse_collectives.advise.measuring import NoAdvice
+from sparse_collectives.advise.recommendation import dense_step, recommend, told
+from sparse_collectives.advise.situation import Situation, Step
 from sparse_collectives.algorithms.table import ALGORITHMS
-from sparse_collectives.prediction.cost import Prediction
 from sparse_collectives.prediction.plain_table import amount, milliseconds, table
 
-HEADER = (
-    "algorithm",
-    "density",
-    "wire",
-    "sent",
-    "rounds",
-    "select ms",
-    "network ms",
-    "merge ms",
-    "later ms",
-    "mean ms",
-    "speed-up",
-    "behind",
-)
-
-
+GIGABITS = tuple(0.05 * 2**i for i in range(14))
+RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)
+"""What the picture is drawn over."""
+BUSY = 0.1
+"""A share of the time from which on it is said: by as much are times too long."""
+TIMES = ("select ms", "network ms", "merge ms", "later ms", "mean ms")
+HEADER = ("algorithm", "density", "wire", "sent", "rounds", *TIMES, "speed-up", "behind")
 LEGEND = (
     "later: a step after the warm-up; mean: a step over the whole training, with the warm-up that is advised; "
     "speed-up: of the mean\n"
@@ -43,78 +37,60 @@ def as_text(situation: Situation) -> str:
     """Premises, table and recommendation. Shows each algorithm and density with its fastest wire and fp32."""
     steps = situation.predictions()
     dense = dense_step(steps)
-    rows = [
-        (
-            p.variant,
-            f"{p.density:.2g}",
-            p.wire,
-            amount(p.nbytes),
-            str(p.rounds),
-            *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean)),
-            f"{dense / mean:.2f}×",
-            "" if p.density == 1 else in_a_column(situation.known(p)),
-        )
-        for p, later, mean in _shown_of(steps)
-    ]
-    told = [_premises(situation), table(HEADER, rows) + "\n" + LEGEND, recommend(situation).text]
-    return "\n\n".join([*told, warning(situation)] if is_busy(situation) else told)
+    rows = [_cells(situation, step, dense) for step in _shown(steps)]
+    busy = [warning] if (warning := _warning(situation)) else []
+    return "\n\n".join([_premises(situation), f"{table(HEADER, rows)}\n{LEGEND}", recommend(situation).text, *busy])
+
+
+def _cells(situation: Situation, step: Step, dense: float) -> tuple[str, ...]:
+    p, later, mean = step
+    times = map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean))
+    behind = "" if p.density == 1 else in_a_column(situation.known(p))
+    how = (p.variant, f"{p.density:.2g}", p.wire, amount(p.nbytes), str(p.rounds))
+    return (*how, *times, f"{dense / mean:.2f}×", behind)
 
 
 def as_json(situation: Situation) -> str:
     """The same as one object; seconds and bytes throughout."""
     steps = situation.predictions()
-    dense = dense_step(steps)
-    recommendation = recommend(situation)._asdict()
-    return json.dumps(
-        {
-            "parameters": situation.numel,
-            "ranks": situation.ranks,
-            "optimizer": situation.optimizer,
-            "device": situation.device,
-            "compute_seconds": situation.compute,
-            "overlapped_seconds": situation.hidden,
-            "link": {"name": situation.link_name, **vars(situation.link)},
-            "pairs": None if situation.pairs is None else vars(situation.pairs),
-            "taken_by_others": situation.taken,
-            "warning": warning(situation) if is_busy(situation) else None,
-            "handling": [{"density": density, **costs._asdict()} for density, costs in situation.handling.items()],
-            "predictions": [
-                {
-                    "algorithm": p.algorithm,
-                    "options": dict(p.options),
-                    "density": p.density,
-                    "wire": p.wire,
-                    "nbytes": p.nbytes,
-                    "rounds": p.rounds,
-                    "compression_seconds": p.compression,
-                    "network_seconds": p.latency + p.transfer,
-                    "merging_seconds": p.merging,
-                    "step_seconds": later,
-                    "mean_step_seconds": mean,
-                    "speedup_after_warm_up": dense / later,
-                    "speedup": dense / mean,
-                    "accuracy": _accuracy(situation, p),
-                }
-                for p, later, mean in steps
-            ],
-            "recommendation": recommendation,
-        },
-        indent=1,
-    )
+    found = {
+        "parameters": situation.numel,
+        "ranks": situation.ranks,
+        "optimizer": situation.optimizer,
+        "device": situation.device,
+        "compute_seconds": situation.compute,
+        "overlapped_seconds": situation.hidden,
+        "link": {"name": situation.link_name, **vars(situation.link)},
+        "pairs": situation.pairs and vars(situation.pairs),
+        "taken_by_others": situation.taken,
+        "warning": _warning(situation),
+        "handling": [{"density": density, **costs._asdict()} for density, costs in situation.handling.items()],
+        "predictions": [_row(situation, step, dense_step(steps)) for step in steps],
+        "recommendation": recommend(situation)._asdict(),
+    }
+    return json.dumps(found, indent=1)
 
 
-def _accuracy(situation: Situation, p: Prediction) -> dict[str, Any] | None:
-    found = situation.known(p)
-    return None if found is None or p.density == 1 else found._asdict()
+def _row(situation: Situation, step: Step, dense: float) -> dict[str, Any]:
+    p, later, mean = step
+    found = None if p.density == 1 else situation.known(p)
+    return {
+        **told(step),
+        "nbytes": p.nbytes,
+        "rounds": p.rounds,
+        "compression_seconds": p.compression,
+        "network_seconds": p.latency + p.transfer,
+        "merging_seconds": p.merging,
+        "speedup_after_warm_up": dense / later,
+        "speedup": dense / mean,
+        "accuracy": None if found is None else found._asdict(),
+    }
 
 
-def is_busy(situation: Situation) -> bool:
-    """Whether other programs used the cores so much that the measurements are noise."""
-    return situation.taken >= BUSY
-
-
-def warning(situation: Situation) -> str:
+def _warning(situation: Situation) -> str | None:
     """Warning that a busy machine has distorted the measurements."""
+    if situation.taken < BUSY:
+        return None
     longer = 1 / max(0.01, 1 - situation.taken)
     return (
         f"Warning: the machine was busy. Other processes, or more ranks than it has cores, held a rank up for "
@@ -123,39 +99,94 @@ def warning(situation: Situation) -> str:
     )
 
 
-def _shown_of(steps: Steps) -> Steps:
-    fastest: dict[tuple[str, float], Prediction] = {}
-    for p, *_ in steps:
-        fastest.setdefault((p.algorithm, p.density), p)
-    return [step for step in steps if step.prediction.wire == "fp32" or step.prediction in fastest.values()]
+def _shown(steps: list[Step]) -> list[Step]:
+    fastest: dict[tuple[str, float], Step] = {}
+    for step in steps:
+        fastest.setdefault((step.prediction.algorithm, step.prediction.density), step)
+    return [step for step in steps if step.prediction.wire == "fp32" or step in fastest.values()]
 
 
 def _premises(situation: Situation) -> str:
     compute, hidden = milliseconds(situation.compute), milliseconds(situation.hidden)
     overlap = f"buckets travel during the {hidden} ms of backward" if situation.hidden else "no overlap"
-    lines = [
-        f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}",
-        f"{situation.ranks} ranks, {_network(situation)}",
-    ]
+    lines = [f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}"]
+    lines.append(f"{situation.ranks} ranks, {_network(situation)}")
     for density, own in situation.handling.items():
-        select, merge = 1e9 * own.compress, [1e9 * own.merge[name] for name in ALGORITHMS if name in own.merge]
+        merge = [1e9 * own.merge[name] for name in ALGORITHMS if name in own.merge]
         lines.append(
-            f"measured on this {situation.device}, at density {density:g}: selecting {select:.3g} ns an element, "
-            f"merging {min(merge):.3g} to {max(merge):.3g} ns an entry"
+            f"measured on this {situation.device}, at density {density:g}: selecting {1e9 * own.compress:.3g} ns an "
+            f"element, merging {min(merge):.3g} to {max(merge):.3g} ns an entry"
         )
     return "\n".join(lines)
 
 
 def _network(situation: Situation) -> str:
-    link = _shown(situation.link)
-    if situation.link_name == "given":
-        return f"assumed to be joined by {link}"
-    if situation.pairs is None:
-        return f"assumed to be joined by {situation.link_name}: {link}"
-    return f"measured: {link} while all send and receive; in pairs, one way at a time: {_shown(situation.pairs)}"
+    link = _speed(situation.link)
+    if situation.pairs is not None:
+        pairs = _speed(situation.pairs)
+        return f"measured: {link} while all send and receive; in pairs, one way at a time: {pairs}"
+    return f"assumed to be joined by {'' if situation.link_name == 'given' else f'{situation.link_name}: '}{link}"
 
 
-def _shown(link: Link) -> str:
+def _speed(link: Link) -> str:
     rate = f"{8e-9 / link.beta:.3g} Gbit/s" if link.beta else "no limit of bandwidth"
     micros = 1e6 * link.alpha
     return f"{micros:,.0f} µs a message, {rate}" if micros >= 10 else f"{micros:.2g} µs a message, {rate}"
+
+
+def check_plot(path: Path) -> None:
+    """Raises NoAdvice if matplotlib is missing or the file cannot be written; called before anything is measured."""
+    known, folder = sorted(_figure().canvas.get_supported_filetypes()), path.parent
+    if path.suffix[1:].lower() not in known:
+        raise NoAdvice(f"--plot {path}: expected a file name that ends in .{', .'.join(known)}")
+    if not folder.is_dir():
+        raise NoAdvice(f"--plot {path}: there is no folder {folder}; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise NoAdvice(f"--plot {path}: it cannot be written there")
+
+
+def plot(situation: Situation, path: Path) -> None:
+    """Writes the picture. Raises NoAdvice where the file cannot be written."""
+    figure, alpha = _figure(), situation.link.alpha
+    bandwidth, ranks = figure.subplots(1, 2)
+    over_bandwidth = [replace(situation, link=Link(alpha, 8e-9 / gigabits)) for gigabits in GIGABITS]
+    _draw(bandwidth, GIGABITS, over_bandwidth, f"Gbit/s, at {1e6 * alpha:.0f} µs and {situation.ranks} ranks")
+    over_ranks = [replace(situation, ranks=size) for size in RANKS]
+    _draw(ranks, RANKS, over_ranks, f"ranks, on the link {situation.link_name}")
+    bandwidth.set_ylabel("speed-up of a training over dense float32")
+    bandwidth.legend(fontsize="small")
+    figure.suptitle(f"{situation.numel:,} parameters, {situation.compute:.3g} s of computing a step")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise NoAdvice(f"--plot {path}: {error}") from error
+
+
+def _speedups(situation: Situation) -> dict[str, float]:
+    """Speed-up of a training over dense of every line drawn: of each algorithm and density the fastest wire's."""
+    steps = situation.predictions()
+    slowest_first = [(p, dense_step(steps) / mean) for p, _, mean in reversed(steps) if p.name != "dense"]
+    return {f"{p.algorithm} {f'{p.density:.2g}' if p.density < 1 else p.wire}": gain for p, gain in slowest_first}
+
+
+def _draw(axis: Any, xs: Sequence[float], situations: list[Situation], label: str) -> None:
+    from matplotlib.ticker import LogLocator
+
+    lines = [_speedups(situation) for situation in situations]
+    for name in sorted(lines[0]):
+        axis.plot(xs, [line[name] for line in lines], label=name)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set(xscale="log", yscale="log", xlabel=label)
+    axis.grid(alpha=0.3)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_minor_formatter("")
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise NoAdvice("--plot needs matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(11, 4.5), layout="constrained")

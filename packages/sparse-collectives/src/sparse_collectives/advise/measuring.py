@@ -1,0 +1,203 @@
+"""Costs measured on the ranks that the command was started with: the user's model, selecting, merging and the link."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import statistics
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from communicators import Alone, Communicator, allgather, as_communicator, barrier, measure_link
+
+from sparse_collectives.advise.situation import LINKS, TINY, Situation
+from sparse_collectives.prediction.calibration import measure_handling, measure_traffic, slowest
+from sparse_collectives.prediction.cost import BACKWARD_SHARE
+from sparse_collectives.wire import WIRES
+
+T = TypeVar("T")
+Loss = Callable[[], torch.Tensor]
+Clock = Callable[[], float]
+REPEATS = 3
+PROBE_SECONDS = 0.1
+
+
+class NoAdvice(Exception):  # noqa: N818 - it is what the command says
+    """No advice can be given; the text says why and what to do."""
+
+
+def join(flags: argparse.Namespace) -> Communicator:
+    """The ranks that a launcher started; for an assumed link this rank alone. Raises NoAdvice."""
+    if flags.assumed:
+        return Alone()
+    try:
+        comm = _launched()
+    except RuntimeError as error:
+        raise NoAdvice(str(error)) from error
+    if comm.size == 1:
+        raise NoAdvice(
+            "one rank: there is no network to measure. Start several with mpiexec -n P (needs mpi4py) or torchrun "
+            f"--nproc-per-node P, or assume a network: --link {'|'.join(LINKS)} --ranks P"
+        )
+    return comm
+
+
+def _launched() -> Communicator:
+    """torchrun's ranks over gloo, else MPI's where mpi4py is there."""
+    if dist.is_available() and dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py is there, an MPI library is not
+            from mpi4py import MPI  # noqa: F401 - its import is what as_communicator looks for
+    return as_communicator(None)
+
+
+def on_every_rank(attempt: Callable[[], T], comm: Communicator) -> T:
+    """The attempt's result; collective. If it raises NoAdvice on any rank, all ranks raise the first one's reason."""
+    own, reason = None, ""
+    try:
+        result = attempt()
+    except NoAdvice as error:
+        own, reason = error, str(error)
+    message = torch.frombuffer(bytearray(reason.encode() + b"\n"), dtype=torch.uint8)
+    for rank, gathered in enumerate(allgather(message.to(comm.device), comm)):
+        if said := bytes(gathered.tolist()).decode()[:-1]:
+            raise NoAdvice(f"rank {rank}: {said}" if comm.size > 1 else said) from own
+    return result
+
+
+def find_out(flags: argparse.Namespace, comm: Communicator, say: Callable[[str], None]) -> Situation:
+    """The situation, alike on every rank. Collective. say: is told what is being measured. Raises NoAdvice on all."""
+    device, ranks = on_every_rank(lambda: _device(flags.device, comm), comm), flags.ranks or comm.size
+    taken, handling = [share_taken(comm)], {}
+    numel, tiny, compute, backward = flags.parameters, 0, flags.step_seconds, BACKWARD_SHARE * (flags.step_seconds or 0)
+    if flags.model:
+        say(f"measuring forward and backward of {flags.model}")
+        numel, tiny, compute, backward = model_seconds(flags.model, comm, device)
+    costs: dict[str, Any] = {"numel": numel, "device": device, "size": ranks, "wires": WIRES}
+    for number, density in enumerate(flags.density, 1):
+        say(f"measuring selecting and merging at density {density:g} ({number} of {len(flags.density)})")
+        handling[density] = measure_handling(comm, density=density, **costs)
+        taken.append(share_taken(comm))
+    network: dict[str, Any] = {"link": flags.assumed, "link_name": flags.link or "given", "pairs": None}
+    if not flags.assumed:
+        say(f"measuring the link between {comm.size} ranks")
+        network = {"link": measure_traffic(comm), "link_name": "measured", "pairs": measure_link(comm)}
+    hidden, busy = 0.0 if flags.no_overlap else backward, statistics.mean(taken)
+    asked: dict[str, Any] = {"optimizer": flags.optimizer, "chosen": flags.chosen, **network}
+    return Situation(numel, ranks, device.type, compute, hidden, handling=handling, taken=busy, tiny=tiny, **asked)
+
+
+def share_taken(comm: Communicator, *, clock: Clock = time.perf_counter, cpu: Clock = time.thread_time) -> float:
+    """Share of time, 0 … 1, for which the scheduler let others run while all ranks did nothing but compute.
+
+    Collective; returns the share of the rank that was held up most. Load averages lag by a minute and count our own
+    ranks; this counts what disturbs a measurement: other programs, a container's quota that is too small, more ranks
+    than cores. Programs on other cores do not count.
+    """
+    barrier(comm)
+    begin, had = clock(), cpu()
+    while clock() - begin < PROBE_SECONDS:
+        pass
+    wall, run = clock() - begin, cpu() - had
+    return slowest([max(0.0, 1 - run / wall)], comm)[0]
+
+
+def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[int, int, float, float]:
+    """Size of the user's model, and the duration of the slowest rank's step.
+
+    Returns the number of trained parameters, the number of those in tensors of fewer than `TINY` elements, seconds of
+    forward and backward, and seconds of backward. Collective. Raises NoAdvice on all ranks if the user's code fails on
+    any.
+    """
+    model, loss = on_every_rank(lambda: _made(name, device), comm)
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    most, least = slowest([sum(sizes), -sum(sizes)], comm)
+    if most != -least:
+        found = f"{-least:,.0f} to {most:,.0f} trained parameters"
+        raise NoAdvice(f"--model {name}: {found}, expected as many on all ranks")
+    if not most:
+        raise NoAdvice(f"--model {name}: no parameter of the model requires a gradient")
+    step = partial(_step_seconds, name, model, loss, comm, device)
+    times = [on_every_rank(step, comm) for _ in range(REPEATS + 1)]
+    forward, backward = slowest([statistics.median(part) for part in zip(*times[1:], strict=True)], comm)
+    return sum(sizes), sum(size for size in sizes if size < TINY), forward + backward, backward
+
+
+def _made(name: str, device: torch.device) -> tuple[torch.nn.Module, Loss]:
+    """Calls FACTORY(), and checks its result."""
+    module, _, factory = name.partition(":")
+    with _users(name, f"importing {module}"):
+        imported = importlib.import_module(module)
+    if not callable(make := getattr(imported, factory, None)):
+        raise NoAdvice(f"--model {name}: {imported.__file__} has no function {factory}")
+    with _users(name, f"{factory}()"), device:
+        made = make()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module) and callable(made[1])):
+        raise NoAdvice(f"--model {name}: it returned {type(made).__name__}, expected (model, loss); see --help")
+    return made
+
+
+def _step_seconds(
+    name: str, model: torch.nn.Module, loss: Loss, comm: Communicator, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of one forward and of one backward."""
+    model.zero_grad()
+    begin = _now(comm, device)
+    with _users(name, "loss()"):
+        value = loss()
+    middle = _now(comm, device)
+    with _users(name, "backward of what loss() returned"):
+        value.backward()  # type: ignore[no-untyped-call]
+    return middle - begin, _now(comm, device) - middle
+
+
+@contextlib.contextmanager
+def _users(name: str, doing: str) -> Iterator[None]:
+    """Reports errors of the user's code in one line, with its file and line instead of our traceback.
+
+    What it prints goes to stderr, because stdout is the advice.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:
+        text = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().partition("\n")[0]
+        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        raise NoAdvice(f"--model {name}: {doing} raised {said}{_where(error)}") from error
+
+
+def _where(error: BaseException) -> str:
+    """Location of the last frame outside installed packages and this one, or of a syntax error."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}, line {error.lineno})"
+    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    here = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    others = ("<", *(path + os.sep for path in (*installed, *here)))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def _now(comm: Communicator, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return comm.clock()
+
+
+def _device(name: str | None, comm: Communicator) -> torch.device:
+    if name is None and torch.cuda.is_available():
+        return torch.device("cuda", comm.rank % torch.cuda.device_count())
+    try:
+        return torch.empty(0, device=name or "cpu").device
+    except (RuntimeError, AssertionError) as error:
+        raise NoAdvice(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
