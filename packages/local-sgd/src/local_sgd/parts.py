@@ -39,12 +39,6 @@ def by_name(parts: Sequence[Part], flats: Sequence[Tensor]) -> dict[str, Tensor]
     return {name: view for part, flat in zip(parts, flats, strict=True) for name, view in part.by_name(flat).items()}
 
 
-def copy_by_name(tensors: Mapping[str, Tensor], part: Part, flat: Tensor) -> None:
-    """Copies tensors by parameter into a vector of a part."""
-    for name, view in part.by_name(flat).items():
-        view.copy_(tensors[name])
-
-
 def refuse_other_shapes(what: str, tensors: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
     """Raises ValueError for saved tensors that are not one for each parameter, in its shape."""
     saved = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -14,13 +14,11 @@ from replicas import Buffers, Wrapping
 from torch import nn
 from torch.optim import Optimizer
 
-from local_sgd import saved
 from local_sgd.averaging import Averaging
-from local_sgd.block import Block, Every
-from local_sgd.driver import Boundaries, Driver
-from local_sgd.parts import shown
+from local_sgd.driver import Block, Boundaries, Driver
+from local_sgd.parts import digest, shown
 from local_sgd.rule import Rule
-from local_sgd.settings import Settings, check_settings, number
+from local_sgd.settings import Every, Settings, check_settings, number
 
 
 class PeriodicAveraging(Wrapping):
@@ -68,7 +66,10 @@ class PeriodicAveraging(Wrapping):
             finite.
     """
 
-    advice = saved.ANEW
+    advice = (
+        "call drain() before state_dict(), and any rank's state and model may be loaded at any number of ranks; or "
+        "start from a plain checkpoint of the model, made inside averaged_model(), with a new optimizer"
+    )
     instead_of_ddp = "; DDP inside each node alone, by process_group= of its ranks, is as it should be"
     instead_of_shards = "to average them shard by shard is not supported: give whole parameters, as a plain module has"
 
@@ -83,14 +84,14 @@ class PeriodicAveraging(Wrapping):
     ) -> None:
         what = type(rule if type(self) is PeriodicAveraging else self).__name__
         check_settings(settings, what, type(self))
-        model, named = settings.get("model"), None
-        if model is not None:
-            named = model.named_parameters()
         self.rule, self._driver, self._block = rule, driver or Boundaries(), Block(sync_every)
+        self._model = model = settings.get("model")
+        named = None if model is None else model.named_parameters()
         super().__init__(optimizer, named, settings.get("comm"), model=model, what=what)
         buffers = Buffers(model, settings.get("buffers", "keep"), self.comm, what)
-        self._model, self._weighted = model, bool(settings.get("weighted"))
-        self._refuse_native(bool(settings.get("native")))
+        self._weighted = bool(settings.get("weighted"))
+        if settings.get("native"):
+            self._refuse_native()
         if rule.needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
             raise ValueError(f"{what} counts in learning rates, but parameter groups {lacking} have no 'lr'")
         rule.prepare(self.comm.size)
@@ -113,9 +114,9 @@ class PeriodicAveraging(Wrapping):
 
     @sync_every.setter
     def sync_every(self, every: Every) -> None:
-        if self._driver.near is not None:
+        if self._driver.two_levels:
             raise ValueError("sync_every of two levels stays as it is: drain(), and make another optimizer")
-        self._block.every = every
+        self._block.every = Block(every).every
 
     @property
     def hidden_fraction(self) -> float | None:
@@ -238,7 +239,7 @@ class PeriodicAveraging(Wrapping):
         """
         self._refuse_shown("state_dict()")
         self._refuse_other_parameters()
-        own = saved.state_of(self._driver)
+        own = self._driver.state_dict()
         self.end_steps()
         return self.state_with(own, stepped=self._block.steps > 0)
 
@@ -260,24 +261,22 @@ class PeriodicAveraging(Wrapping):
                 number of ranks; or, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
         self._refuse_shown("load_state_dict()")
-        needs = (*saved.NEEDS, *self._driver.needs())
-        wrapped, own = self.parts_of_state(state_dict, needs, anyones="drained")
-        saved.check(self._driver, own)
+        wrapped, own = self.parts_of_state(state_dict, self._driver.needs, anyones="drained")
+        self._driver.check(own)
         self.wait()  # an error of what is under way is raised before anything is changed
         taken = self._block.steps - self._steps_before
         self.optimizer.load_state_dict(wrapped)
-        saved.load(self._driver, own)
+        self._driver.load_state_dict(own)
         self._steps_before, self._expected = self._block.steps - taken, own["parameters"]
 
     @property
     def _sent(self) -> int:
-        near = self._driver.near
-        return self.comm.bytes_sent + (0 if near is None else near.comm.bytes_sent)
+        return sum(comm.bytes_sent for comm in self._driver.comms)
 
-    def _refuse_native(self, native: bool) -> None:
-        if native and self.rule.overlaps:
+    def _refuse_native(self) -> None:
+        if self.rule.overlaps or self._driver.overlaps:
             raise ValueError(f"native=True waits for the transport, but {self.what} goes on meanwhile: leave it out")
-        if native and self._driver.compression:
+        if self._driver.compression:
             raise ValueError(
                 f"native=True is the transport's sum, and compress={self._driver.compression!r} another: leave one out"
             )
@@ -307,8 +306,7 @@ class PeriodicAveraging(Wrapping):
 
     def _warn_unseen(self) -> None:
         """Warns once, where a boundary would have been."""
-        block = self._block if self._driver.near is None else self._driver.near.block
-        if self._unseen >= max(2, block.length) and not self._warned:
+        if self._unseen >= max(2, self._driver.nearest.length) and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self._unseen} steps of {self.what} since the last average(), which counts them: ranks exchange "
@@ -318,9 +316,12 @@ class PeriodicAveraging(Wrapping):
 
     def _refuse_other_parameters(self) -> None:
         """Checks the parameters the first time after a state was loaded."""
-        if self._expected is not None:
-            saved.refuse_other_parameters(self._expected, self.trained)
-            self._expected = None
+        if self._expected not in (None, digest(self.trained)):
+            raise RuntimeError(
+                "the parameters are not those that the loaded state was saved with: load this rank's own "
+                "model.state_dict(), saved at the same point, after the optimizer was made (which copies rank 0's)"
+            )
+        self._expected = None
 
 
 def _departs(wrapper: weakref.ref[PeriodicAveraging], *_: Any) -> None:

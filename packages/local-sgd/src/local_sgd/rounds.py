@@ -11,7 +11,7 @@ from communicators import CollectiveError, Communicator
 from torch import Tensor
 
 from local_sgd.averaging import Averaging
-from local_sgd.driver import Driver
+from local_sgd.driver import NEEDS, Driver
 from local_sgd.outer import OuterStep
 from local_sgd.settings import Settings
 
@@ -62,6 +62,7 @@ class OuterRounds(Driver):
     """
 
     rule: OuterStep
+    needs = (*NEEDS, "outer", "rounds")
 
     def __init__(self, make: Any, settings: Settings, *, levels: bool) -> None:
         super().__init__()
@@ -91,13 +92,13 @@ class OuterRounds(Driver):
         """Counts a step; contributes the change of a block that has ended."""
         if self.block.count(weight):
             self.next_boundary()
-            self._give(self.own_weight())
+            self._give(self.own_weight(self.block))
             self.block.end()
 
     def end(self, *, most: int | None) -> None:
         """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
         self.next_boundary()
-        if weight := self.own_weight():
+        if weight := self.own_weight(self.block):
             self._give(weight)
         if most is not None:
             self._apply(self._rounds.synchronize())
@@ -128,17 +129,19 @@ class OuterRounds(Driver):
         """Tells the other ranks of an error."""
         self._rounds.__exit__(type(error), error, error.__traceback__)
 
-    def needs(self) -> tuple[str, ...]:
-        """Keys of `state_dict`."""
-        return (*super().needs(), "rounds")
-
     def state_dict(self) -> dict[str, Any]:
-        """State of the rounds, and of the outer optimizer."""
-        return {"rounds": self._rounds.state_dict(), **super().state_dict()}
+        """State of the rounds, and of the outer optimizer, besides."""
+        return {"rounds": self._rounds.state_dict(), **super().state_dict(), **self.rule.state_dict()}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Checks the outer optimizer's state besides."""
+        super().check(state)
+        self.rule.check(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the outer optimizer, and the rounds; nothing is in those of a drained state."""
+        """Restores the outer optimizer besides, and the rounds; nothing is in those of a drained state."""
         super().load_state_dict(state)
+        self.rule.load_state_dict(state)
         if not state["drained"]:
             self._rounds.load_state_dict(state["rounds"])
 
@@ -159,5 +162,4 @@ class OuterRounds(Driver):
             totals = [one.total] if isinstance(one.total, Tensor) else one.total
             deltas = [(t / divisor).to(part["anchor"].device) for part, t in zip(self.parts, totals, strict=True)]
             self.rule.step(self.parts, deltas)
-        for part in self.parts:
-            part.put(part["anchor"])
+        self.put(part["anchor"] for part in self.parts)

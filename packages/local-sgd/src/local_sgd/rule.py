@@ -63,6 +63,10 @@ class Part:
         """Views of a vector, by parameter."""
         return dict(zip(self.names, self.bucket.views(flat), strict=True))
 
+    def flat_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Vector of tensors by parameter; the others are left aside."""
+        return self.bucket.gather([tensors[name] for name in self.names])
+
 
 class Rule:
     """Base class of rules, which are dataclasses; each says what it keeps, and what happens at a boundary.
@@ -92,6 +96,11 @@ class Rule:
     overlaps: ClassVar[bool] = False
     mean_is_model: ClassVar[bool] = False
     needs_rate: ClassVar[bool] = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of all state of a part."""
+        return self.anchors + self.momenta
 
     def prepare(self, size: int) -> None:
         """Fills in settings that depend on the number of ranks.

@@ -6,14 +6,12 @@ from typing import Unpack
 
 from torch.optim import Optimizer
 
-from local_sgd.block import Every
 from local_sgd.compression import Allreduce, Compress, Compression
-from local_sgd.driver import Boundaries, Driver
-from local_sgd.levels import Levels, two_levels
+from local_sgd.levels import Levels, boundaries_of
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rounds import MakeRounds, OuterRounds
-from local_sgd.settings import Settings
+from local_sgd.settings import Every, Settings
 
 
 class DiLoCo(PeriodicAveraging):
@@ -58,11 +56,9 @@ class DiLoCo(PeriodicAveraging):
         allreduce: Allreduce | MakeRounds | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        inner, every = two_levels(sync_every, settings)
-        driver: Driver
-        if allreduce is not None and compress is None:
-            driver = OuterRounds(allreduce, settings, levels=inner is not None)
-        else:
-            driver = Boundaries(Compression(compress, allreduce), inner)
+        by_rounds = allreduce is not None and compress is None
+        compression = Compression(compress, None if by_rounds else allreduce)
+        boundaries, every = boundaries_of(sync_every, compression, settings)
+        rounds = OuterRounds(allreduce, settings, levels=boundaries.two_levels) if by_rounds else None
         rule = OuterStep(outer, outer_scheduler)
-        super().__init__(optimizer, rule, sync_every=every, driver=driver, **settings)
+        super().__init__(optimizer, rule, sync_every=every, driver=rounds or boundaries, **settings)
