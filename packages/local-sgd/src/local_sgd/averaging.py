@@ -45,11 +45,12 @@ class Averaging:
     Sums go by our schedule, so that all worlds give the same bits; native: by the transport's own, equal within
     rounding. A launch that failed stays failed: every later use raises the same error.
 
-    alike: gives text that must be the same on all ranks each time, such as an outer optimizer's rates.
+    call: what ranks call, for errors. alike: gives text that must be the same on all ranks each time, such as an outer
+    optimizer's rates.
     """
 
-    def __init__(self, comm: Communicator, what: str, *, native: bool) -> None:
-        self._comm, self._what, self._native = comm, what, native
+    def __init__(self, comm: Communicator, what: str, *, native: bool, call: str = "average") -> None:
+        self._comm, self._what, self._native, self._call = comm, what, native, call
         self.alike: Callable[[], str] = str
         self._launched: list[Any] = []  # under way
         self._arrived: Arrived | None = None
@@ -72,25 +73,17 @@ class Averaging:
         began = self._comm.clock()
         if self._native and (facts := self._since + self.alike()):  # the transport's sum is agreed on by its size alone
             run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
-        totals = [self._sum(_payload(x, weight, finished), "average()", self._comm) for x in vectors]
+        totals = [self._sum(_payload(x, weight, finished), run) for x in vectors]
         self._waited += (seconds := self._comm.clock() - began)
         self._under_way += seconds
         self._since = ""
         return _means(totals)
 
-    def plain(self, vectors: Sequence[Tensor], comm: Communicator, what: str) -> list[Tensor]:
-        """Means with equal weights, for `what`; their time is not counted."""
-        return _means([self._sum(_payload(x, 1.0, False), what, comm) for x in vectors]).means
-
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange of the vectors as they are now, of which it takes one copy."""
         with self._keeping_errors():
             self._arrived = None
-            for x in vectors:
-                payload = _payload(x, weight, finished)
-                schedule = schedules.allreduce(payload, self._comm.rank, self._comm.size)
-                facts = self._facts(f" of {x.numel()} elements, {x.dtype}")
-                self._launched.append(start(schedule, self._comm, facts=facts, device=payload.device))
+            self._launched = [self._sum(_payload(x, weight, finished), start) for x in vectors]
             self._since = ""
 
     def arrived(self) -> Arrived:
@@ -129,16 +122,17 @@ class Averaging:
             self._error = error
             raise
 
-    def _sum(self, payload: Tensor, what: str, comm: Communicator) -> Tensor:
+    def _sum(self, payload: Tensor, carry: Callable[..., Any]) -> Any:
+        """Sum over ranks, or the work of it; carry: `run` or `start`."""
         if self._native:
-            return allreduce(payload, comm)
-        facts = self._facts(f" of {payload.numel() - 2} elements, {payload.dtype}", what)
-        schedule = schedules.allreduce(payload, comm.rank, comm.size)
-        return run(schedule, comm, facts=facts, device=payload.device)
+            return allreduce(payload, self._comm)
+        schedule = schedules.allreduce(payload, self._comm.rank, self._comm.size)
+        facts = self._facts(f" of {payload.numel() - 2} elements, {payload.dtype}")
+        return carry(schedule, self._comm, facts=facts, device=payload.device)
 
-    def _facts(self, of: str, what: str = "average()") -> str:
+    def _facts(self, of: str) -> str:
         return (
-            f"{self._what}.{what}{self._since}{of}{self.alike()} "
+            f"{self._what}.{self._call}(){self._since}{of}{self.alike()} "
             "(all ranks call it alike; one with fewer batches ends with finish())"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, run, schedules
-from replicas import Buffers, Wrapping
+from replicas import Buffers, Wrapping, average_tensors
 from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
@@ -296,7 +296,8 @@ class Boundaries(Driver):
     def models(self, comm: Communicator) -> list[Tensor]:
         """Mean over ranks, the anchor, or the anchor as the mean under way will leave it."""
         if self.rule.mean_is_model:
-            return self._averaging.plain([part.gather() for part in self.parts], comm, "averaged_model()")
+            averaging = Averaging(comm, self.what, native=self._native, call="averaged_model")
+            return averaging.now([part.gather() for part in self.parts], 1.0, finished=False).means
         if not self.rule.overlaps or not (arrived := self._averaging.arrived()).means:
             return self.anchors()
         drafts = [part.draft() for part in self.parts]
@@ -337,9 +338,7 @@ class Boundaries(Driver):
         xs, overlaps = [part.gather() for part in self.parts], self.rule.overlaps
         arrived = self._averaging.arrived() if overlaps else self._averaging.now(xs, weight, finished=finished)
         refuse_nonfinite(self.parts, arrived.means, self.comm, self.what)
-        rates = self._rates()
-        for part in self.parts:
-            part.rate = rates[part.group]
+        self._set_rates()
         if arrived.means:
             xs = self._moved(self.parts, xs, arrived)
         else:
@@ -358,14 +357,13 @@ class Boundaries(Driver):
             part.last_rate = part.rate
         return moved
 
-    def _rates(self) -> list[float]:
-        """Learning rates of the groups; where the rule counts in them, the mean over ranks, the same on all."""
-        own = [float(group.get("lr", math.nan)) for group in self.owner.param_groups]
-        if not self.rule.needs_rate:
-            return own
-        schedule = schedules.allreduce(torch.tensor(own, dtype=torch.float64), self.comm.rank, self.comm.size)
-        total = run(schedule, self.comm, facts=f"learning rates of {self.what}", device=torch.device("cpu"))
-        return [float(rate) for rate in total / self.comm.size]
+    def _set_rates(self) -> None:
+        """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
+        rates = torch.tensor([group.get("lr", math.nan) for group in self.owner.param_groups], dtype=torch.float64)
+        if self.rule.needs_rate:
+            average_tensors([rates], self.comm, facts=f"learning rates of {self.what}")
+        for part in self.parts:
+            part.rate = float(rates[part.group])
 
     def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
         """Model at the end: the last mean or, where the last exchange had none, the one before: no rank has moved.

@@ -125,8 +125,8 @@ class PeriodicAveraging(Wrapping):
         1 where every exchange is over before its mean is applied: at the next boundary, or in `StreamingDiLoCo` `delay`
         steps later. 0 where it is waited for at once: by algorithms that do not overlap, and with a delay of 0.
         """
-        waited, under_way = Averaging.seconds(self._driver.averagings)
-        return max(0.0, 1.0 - waited / under_way) if under_way > 0 else None
+        stats = self.stats()
+        return stats["seconds_hidden"] / stats["seconds_exchanging"] if stats["seconds_exchanging"] > 0 else None
 
     def stats(self) -> Stats:
         """Cost and savings of training on this rank since this optimizer was made; exchanges nothing.
@@ -176,8 +176,7 @@ class PeriodicAveraging(Wrapping):
 
         All ranks call it at the same point. A rank that has fewer blocks than others calls `finish`.
         """
-        self._refuse_unseen()
-        self._driver.end(most=1)
+        self._end(most=1)
 
     def finish(self) -> None:
         """Ends this rank's steps: takes part in the others' boundaries until all have finished; then acts as `drain`.
@@ -185,8 +184,7 @@ class PeriodicAveraging(Wrapping):
         Ranks may come with different numbers of steps. After its last block a rank that has finished is left out of the
         means, and follows the others. Training may go on afterwards.
         """
-        self._refuse_unseen()
-        self._driver.end(most=None)
+        self._end(most=None)
 
     def __enter__(self) -> Self:
         return self
@@ -298,11 +296,12 @@ class PeriodicAveraging(Wrapping):
                 f"{what} inside averaged_model(), where the parameters are not this rank's: leave it first"
             )
 
-    def _refuse_unseen(self) -> None:
+    def _end(self, *, most: int | None) -> None:
         self._refuse_shown("drain() and finish()")
         if self._unseen:
             raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
         self._driver.depart()
+        self._driver.end(most=most)
 
     def _warn_unseen(self) -> None:
         """Warns once, where a boundary would have been."""

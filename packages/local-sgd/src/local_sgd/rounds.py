@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from communicators import CollectiveError, Communicator
@@ -15,41 +14,21 @@ from local_sgd.driver import NEEDS, Driver
 from local_sgd.outer import OuterStep
 from local_sgd.settings import Settings
 
+MakeRounds: TypeAlias = Callable[[list[Tensor], Communicator], Any]
+"""allreduce(like, comm): makes the rounds of tensors of these sizes, on all ranks, such as a `PartialAllreduce`.
 
-class Rounds(Protocol):
-    """Sums of the ranks' contributions, in rounds that every rank gets once, in order, bit for bit; nothing is lost.
+Rounds sum what ranks contribute; every rank gets every round once, in order, bit for bit, and nothing is lost:
 
-    `partial_collectives.PartialAllreduce` is one. A round, alike on all ranks, such as `PartialResult`, has `total`,
-    the sum of the contributions, weights included; `weight`, the sum of the weights; `round`, its number; `nonfinite`,
-    the ranks that contributed NaN or inf.
-    """
+- allreduce(tensors, weight=…) contributes weight · tensors; returns the rounds that are over, at least one;
+- synchronize() meets all ranks that have more to contribute; returns the rounds until then;
+- finish() ends this rank's contributions; returns the remaining rounds; close() closes, together with all others;
+- __exit__(kind, error, trace) tells the others of an error;
+- state_dict() gives contributions in no round yet, rounds that were not returned, and the position in the rounds;
+  load_state_dict(state), which all ranks call, restores it.
 
-    def allreduce(self, tensor: Sequence[Tensor], /, *, weight: float = 1.0) -> Iterable[Any]:
-        """Contributes weight · tensor; returns the rounds that are over, at least one."""
-
-    def synchronize(self) -> Iterable[Any]:
-        """Meets all ranks that have more to contribute; returns the rounds until then."""
-
-    def finish(self) -> Iterable[Any]:
-        """Ends this rank's contributions; returns the remaining rounds."""
-
-    def close(self) -> None:
-        """Closes, together with all other ranks."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        """Tells the others of an error."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Contributions in no round yet, rounds that were not returned, and the position in the rounds."""
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Restores a state; all ranks call it."""
-
-
-MakeRounds: TypeAlias = Callable[[list[Tensor], Communicator], Rounds]
-"""allreduce(like, comm): makes rounds for tensors of these sizes, on all ranks."""
+A round, alike on all ranks, such as `PartialResult`, has `total`, the sum of the contributions, weights included;
+`weight`, the sum of the weights; `round`, its number; `nonfinite`, the ranks that contributed NaN or inf.
+"""
 
 
 class OuterRounds(Driver):
@@ -64,7 +43,7 @@ class OuterRounds(Driver):
     rule: OuterStep
     needs = (*NEEDS, "outer", "rounds")
 
-    def __init__(self, make: Any, settings: Settings, *, levels: bool) -> None:
+    def __init__(self, make: MakeRounds | Any, settings: Settings, *, levels: bool) -> None:
         super().__init__()
         if not callable(make):
             raise TypeError(
@@ -78,8 +57,7 @@ class OuterRounds(Driver):
             raise ValueError(
                 f"{', '.join(waits)}: all ranks wait for each other there, which rounds do not: leave it out"
             )
-        self._make: MakeRounds = make
-        self._ended = False
+        self._make, self._ended = make, False
 
     def connect(self) -> list[Averaging]:
         """Begins the outer optimizer, and makes the rounds."""

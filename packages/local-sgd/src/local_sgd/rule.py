@@ -47,13 +47,9 @@ class Part:
 
     def put(self, x: Tensor) -> None:
         """Copies x into the parameters."""
-        self.show(x)
+        self.bucket.scatter(x, self.tensors)
         if self.remainder is not None:
             self.remainder = x - self.bucket.gather(self.tensors)
-
-    def show(self, x: Tensor) -> None:
-        """Copies x into the parameters for a while only: its rounding error is forgotten."""
-        self.bucket.scatter(x, self.tensors)
 
     def draft(self) -> Part:
         """Copies the part with its state, which may then be changed without consequence."""

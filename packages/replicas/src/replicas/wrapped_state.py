@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -78,11 +80,7 @@ def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:
 
 def refuse_torch_helpers(what: str) -> None:
     """Raises RuntimeError in get_state_dict and its like, which would leave out what the wrapper `what` keeps."""
-    frame = sys._getframe(1)
-    for _ in range(8):  # torch and learning-rate schedulers wrap step()
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
+    for frame, _ in islice(walk_stack(sys._getframe(2)), 8):  # torch and learning-rate schedulers wrap step()
         if frame.f_globals.get("__name__") == _HELPERS:
             raise RuntimeError(
                 f"{frame.f_code.co_name.lstrip('_')} of {_HELPERS} knows state and param_groups only, and would leave "

@@ -63,12 +63,7 @@ class EASGD(PeriodicAveraging):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        sync_every: Every = 4,
-        alpha: float | None = None,
-        **settings: Unpack[Settings],
+        self, optimizer: Optimizer, *, sync_every: Every = 4, alpha: float | None = None, **settings: Unpack[Settings]
     ) -> None:
         if settings.get("weighted"):
             raise ValueError("EASGD sums over ranks and has no mean to weight: leave out weighted=True")
