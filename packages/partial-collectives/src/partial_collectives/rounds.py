@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-from communicators import Attempt, CollectiveError, Communicator, Schedule, start
+from communicators import Attempt, CollectiveError, Communicator, Schedule, Work, start
 from torch import Tensor
 
 from partial_collectives.collective import Ended, partial_round, recovery
@@ -39,38 +39,6 @@ class Between(IntEnum):
     LIVES = 6
     LIVE = 7
     CLOSES = 8
-
-
-class Together(Attempt):
-    """A round's collective as a call of all ranks of the communicator, which waits for slow ones.
-
-    A death fails it on all ranks alike.
-    """
-
-    lost = None
-
-    def __init__(self, schedule: Schedule[Any], comm: Communicator, facts: str) -> None:
-        self._value: Any = None
-        self._work = start(self._kept(schedule), comm, facts=facts, timeout=math.inf)
-
-    @property
-    def value(self) -> Any:
-        return self._value
-
-    @property
-    def error(self) -> CollectiveError | None:
-        """Error of the call, the same on all ranks; None while it has not failed."""
-        return self._work.error
-
-    def when_over(self, callback: Callable[[], None]) -> None:
-        self._work.when_over(callback)
-
-    def cancel(self) -> None:
-        """Raises NotImplementedError: all ranks make the communicator's calls, and none can leave one alone."""
-        raise NotImplementedError("a call of all ranks cannot be left by one")
-
-    def _kept(self, schedule: Schedule[Any]) -> Schedule[None]:
-        self._value = yield from schedule
 
 
 class PartialRounds:
@@ -101,7 +69,8 @@ class PartialRounds:
         self._comm, self._facts, self._seconds_of_grace = comm, facts, seconds_of_grace
         self._lock = threading.RLock()
         self._shrinks, self._left_out = shrinks, ""
-        self._collective: Attempt | None = None
+        self._collective: Attempt | Work[Any] | None = None  # a call of all ranks, unless others go on without some
+        self._value: Any = None  # of the last collective that is over
         self._number = 0  # of this rank's collectives, so that what one says is not taken for the next one's word
         self._brought: Deposits | None = None  # to the round under way
         self._last: Ended | None = None  # which those may lack that have not ended it when another rank dies
@@ -236,7 +205,7 @@ class PartialRounds:
 
     def _abandon(self) -> None:
         """Cancels the collective under way, whose end is of no use to this rank any more."""
-        if self._collective is not None:
+        if isinstance(self._collective, Attempt):
             self._collective.cancel()
 
     def _recover(self, recover: Recover) -> None:
@@ -251,26 +220,33 @@ class PartialRounds:
     def _begin(self, schedule: Schedule[Any], what: str) -> None:
         members = sorted(self.machine.members)
         self._number += 1
+        told = self._kept(schedule, self._number)
         if self._data is None:
-            self._collective = self._signals.attempt(schedule, members, facts=f"{self._facts}: {what} of {members}")
-        else:
-            self._collective = Together(schedule, self._data, self._facts)
+            self._collective = self._signals.attempt(told, members, facts=f"{self._facts}: {what} of {members}")
+        else:  # slow ranks are waited for, and a death fails it on all ranks alike
+            self._collective = start(told, self._data, facts=self._facts, timeout=math.inf)
         self._collective.when_over(partial(self._tell_over, self._number))
+
+    def _kept(self, schedule: Schedule[Any], number: int) -> Schedule[None]:
+        result = yield from schedule
+        if number == self._number:
+            self._value = result
 
     def _tell_over(self, number: int) -> None:
         with suppress(CollectiveError):  # they have failed already
             self._signals.send(self._comm.rank, KINDS * number + Between.OVER)
 
     def _collective_over(self) -> None:
-        collective = cast(Attempt, self._collective)
-        if collective.lost is not None:
-            self._do(self.machine.gone(collective.lost))
-        elif collective.error is not None:
+        collective = self._collective
+        lost = collective.lost if isinstance(collective, Attempt) else None
+        if lost is not None:
+            self._do(self.machine.gone(lost))
+        elif collective is not None and collective.error is not None:
             raise CollectiveError(str(collective.error)) from collective.error
         elif not self.machine.recovering:
-            self._end_round(self._of_all(*collective.value), self.machine.completed)
-        elif collective.value is not None:
-            self._end_round(collective.value, self.machine.recovered)
+            self._end_round(self._of_all(*self._value), self.machine.completed)
+        elif self._value is not None:
+            self._end_round(self._value, self.machine.recovered)
         else:
             if self.machine.joined and self._brought is not None:
                 self.deposits.put_back(self._brought)
