@@ -252,8 +252,7 @@ class CompressedAveraging(Averaging):
         came = self._comm.clock()
         weight, unfinished = self._head.wait().tolist()
         totals = [self._sums.total(each) for each in self._launched]
-        launched, self._launched = self._launched, []  # only now, see `Averaging`
-        now = self._comm.clock()
+        launched, self._launched, now = self._launched, [], self._comm.clock()  # only now, see `Averaging`
         self._waited += now - came
         works = [work for work in (self._head, *(each.sum for each in launched)) if isinstance(work, Work)]
         self._under_way += max(work.ended or now for work in works) - self._began

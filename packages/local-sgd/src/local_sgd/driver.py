@@ -92,7 +92,8 @@ class Driver(ABC):
         self._weighted, self._native = settings.get("weighted", False), settings.get("native", False)
         device = None if settings.get("anchor_device") is None else torch.device(str(settings["anchor_device"]))
         groups, nbytes, self.pieces = owner.param_groups, settings.get("bucket_bytes"), self.cut(owner.trained)
-        self.parts = [part for piece in self.pieces for part in parts_of(groups, piece, nbytes, device)]
+        names = [{id(p): name for name, p in piece.items()} for piece in self.pieces]
+        self.parts = [part for named in names for part in parts_of(groups, named, nbytes, device)]
         self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
         self._shared: list[Callable[[], None]] = []
         if (policy := settings.get("inner_state", "keep")) != "keep":
@@ -136,12 +137,12 @@ class Driver(ABC):
     def state_dict(self) -> dict[str, Any]:
         """This rank's own part of a state, by parameter, so that it outlives another cut into vectors."""
         parts, groups = self.parts, range(len(self.owner.param_groups))
-        remainders = [(part, part.remainder) for part in parts if part.remainder is not None]
+        rounded = [part for part in parts if part.remainder is not None]
         state = {
             "algorithm": self.what,
             "block": self.block.state_dict(),
             "kept": {name: by_name(parts, [part[name] for part in parts]) for name in self.rule.kept},
-            "remainders": {name: view for part, flat in remainders for name, view in part.by_name(flat).items()},
+            "remainders": by_name(rounded, [part.remainder for part in rounded if part.remainder is not None]),
             "rates": [next((part.last_rate for part in parts if part.group == group), 0.0) for group in groups],
             "parameters": digest(self.owner.trained),
             "drained": self.drained,

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, Self, Unpack
 
 from communicators import Stats, as_communicator
-from replicas import Buffers, Wrapping
+from replicas import Buffers, Wrapping, restored
 from torch import nn
 from torch.optim import Optimizer
 
 from local_sgd.averaging import Averaging
 from local_sgd.driver import Block, Boundaries, Driver
-from local_sgd.parts import digest, shown
+from local_sgd.parts import digest
 from local_sgd.rule import Rule
 from local_sgd.settings import Every, Settings, check_settings, number
 
@@ -137,13 +137,14 @@ class PeriodicAveraging(Wrapping):
             - boundaries: Number of boundaries so far.
             - bytes_sent: Over `comm`, also by others that use it, and over its small group if there are two levels.
         """
-        taken, size = self._block.steps - self._steps_before, self.comm.size
+        block, size = self._block, self.comm.size
         nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
-        counted = {"steps": self._block.steps, "boundaries": self._block.boundaries}
-        sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": taken * (2 * nbytes * (size - 1) // size)}
+        dense = (block.steps - self._steps_before) * (2 * nbytes * (size - 1) // size)
+        sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": dense}
         waited, under_way = Averaging.seconds(self._driver.averagings)
-        hidden = {"seconds_hidden": max(0.0, under_way - waited)}
-        return Stats({**counted, **sent, "seconds_exchanging": under_way, "seconds_waited": waited, **hidden})
+        seconds = {"seconds_exchanging": under_way, "seconds_waited": waited}
+        hidden = max(0.0, under_way - waited)
+        return Stats(steps=block.steps, boundaries=block.boundaries, **sent, **seconds, seconds_hidden=hidden)
 
     def __repr__(self) -> str:
         """Settings, and the wrapped optimizer's."""
@@ -220,8 +221,10 @@ class PeriodicAveraging(Wrapping):
         """
         self._refuse_shown("averaged_model()")
         comm = self.comm if comm is None else as_communicator(comm)
-        models = self._driver.models(comm)
-        with self._driver.buffers.shared(comm), shown(self._driver.parts, models):
+        parts, models = self._driver.parts, self._driver.models(comm)
+        with self._driver.buffers.shared(comm), restored([p for part in parts for p in part.tensors]):
+            for part, model in zip(parts, models, strict=True):
+                part.bucket.scatter(model, part.tensors)  # for a while only: rounding errors are forgotten
             self._showing = True
             try:
                 yield self._model

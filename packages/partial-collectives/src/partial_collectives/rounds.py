@@ -154,10 +154,9 @@ class PartialRounds:
     def restore(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
         """Restores what `state` gave, before the first round. joins: a peer's state, whose deposits stay there."""
         with self._lock:
-            if joins:
-                self.machine.restore({**state["machine"], "holds": False, "stage": Stage.RUNNING})
-            else:
-                self.machine.restore(state["machine"])
+            peers = {"holds": False, "stage": Stage.RUNNING} if joins else {}
+            self.machine.restore({**state["machine"], **peers})
+            if not joins:
                 self.deposits.restore(state["deposits"])
             self.results = deque(PartialResult(**result) for result in state["results"])
 
@@ -184,7 +183,7 @@ class PartialRounds:
             elif isinstance(action, Join):
                 self._join(action)
             elif isinstance(action, Recover):
-                self._recover(action)
+                self._recover()
             elif isinstance(action, LeftOut):
                 self._left_out = f"rank {self._comm.rank} was left out: others have lost the connection to it"
             elif self._graced != action.round:
@@ -196,31 +195,25 @@ class PartialRounds:
         late, late_round = self._arrivals.began(join.round, self.began[-1], fresh=join.fresh)
         taken = self._brought = self.deposits
         self.deposits = Deposits(taken.like)
-        header = Header(
-            join.stage, join.contributes, join.fresh, taken.weight, taken.count, taken.finite, late, late_round
-        )
-        position, size = self._position()
-        schedule = partial_round(header, taken.tensors, taken.like, position, size)
-        self._begin(schedule, f"round {join.round}")
+        brings = (taken.weight, taken.count, taken.finite)
+        header = Header(join.stage, join.contributes, join.fresh, *brings, late, late_round)
+        self._begin(partial(partial_round, header, taken.tensors, taken.like), f"round {join.round}")
 
     def _abandon(self) -> None:
         """Cancels the collective under way, whose end is of no use to this rank any more."""
         if isinstance(self._collective, Attempt):
             self._collective.cancel()
 
-    def _recover(self, recover: Recover) -> None:
+    def _recover(self) -> None:
         self._abandon()
-        (position, size), ended = self._position(), self.machine.round
-        self._begin(recovery(ended, self._last, self._comm.size, self.deposits.like, position, size), "what is over")
+        last, ranks, like = self._last, self._comm.size, self.deposits.like
+        self._begin(partial(recovery, self.machine.round, last, ranks, like), "what is over")
 
-    def _position(self) -> tuple[int, int]:
-        """Position of this rank among those that are left, and their number."""
-        return sorted(self.machine.members).index(self._comm.rank), len(self.machine.members)
-
-    def _begin(self, schedule: Schedule[Any], what: str) -> None:
+    def _begin(self, make: Callable[[int, int], Schedule[Any]], what: str) -> None:
+        """Begins a collective among the ranks that are left; make: gives the schedule of a position among so many."""
         members = sorted(self.machine.members)
         self._number += 1
-        told = self._kept(schedule, self._number)
+        told = self._kept(make(members.index(self._comm.rank), len(members)), self._number)
         if self._data is None:
             self._collective = self._signals.attempt(told, members, facts=f"{self._facts}: {what} of {members}")
         else:  # slow ranks are waited for, and a death fails it on all ranks alike

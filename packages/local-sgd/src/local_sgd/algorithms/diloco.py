@@ -59,6 +59,5 @@ class DiLoCo(PeriodicAveraging):
         by_rounds = allreduce is not None and compress is None
         compression = Compression(compress, None if by_rounds else allreduce)
         boundaries, every = boundaries_of(sync_every, compression, settings)
-        rounds = OuterRounds(allreduce, settings, levels=boundaries.two_levels) if by_rounds else None
-        rule = OuterStep(outer, outer_scheduler)
-        super().__init__(optimizer, rule, sync_every=every, driver=rounds or boundaries, **settings)
+        driver = OuterRounds(allreduce, settings, levels=boundaries.two_levels) if by_rounds else boundaries
+        super().__init__(optimizer, OuterStep(outer, outer_scheduler), sync_every=every, driver=driver, **settings)
