@@ -136,20 +136,19 @@ class Driver(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's own part of a state, by parameter, so that it outlives another cut into vectors."""
-        parts, groups = self.parts, range(len(self.owner.param_groups))
-        rounded = [part for part in parts if part.remainder is not None]
-        state = {
+        rounded = [part for part in self.parts if part.remainder is not None]
+        rates = {part.group: part.last_rate for part in reversed(self.parts)}
+        residuals = {} if self.sums is None else {"kind": self.sums.kind, "parts": self.sums.state_dict()}
+        return {
             "algorithm": self.what,
             "block": self.block.state_dict(),
-            "kept": {name: by_name(parts, [part[name] for part in parts]) for name in self.rule.kept},
+            "kept": {name: by_name(self.parts, [part[name] for part in self.parts]) for name in self.rule.kept},
             "remainders": by_name(rounded, [part.remainder for part in rounded if part.remainder is not None]),
-            "rates": [next((part.last_rate for part in parts if part.group == group), 0.0) for group in groups],
+            "rates": [rates.get(group, 0.0) for group in range(len(self.owner.param_groups))],
             "parameters": digest(self.owner.trained),
             "drained": self.drained,
+            **({"residuals": residuals} if residuals else {}),
         }
-        if self.sums is not None:
-            state["residuals"] = {"kind": self.sums.kind, "parts": self.sums.state_dict()}
-        return state
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for a state that does not fit; changes nothing."""
@@ -203,6 +202,13 @@ class Driver(ABC):
         self._anchor(models)
         self.owner.end_steps()
         self.drained = True
+
+    def put_model(self, models: list[Tensor]) -> None:
+        """Puts the model in place on all ranks, which have ended their blocks."""
+        self.put(models)
+        self.all_hold(models)
+        self.buffers.at_end()
+        self.block.end()
 
     def depart(self) -> None:
         """Leaves the drained state before a step: anchors take the parameters that ranks hold now, loaded or not."""
@@ -288,11 +294,7 @@ class Boundaries(Driver):
             if most is not None and (most := most - 1) < 1:
                 self.refuse_undrained(arrived.unfinished)
             arrived = self._sync(0.0, finished=True)
-        models = self._final(arrived.means, means) if self.rule.mean_is_model else self.anchors()
-        self.put(models)
-        self.all_hold(models)
-        self.buffers.at_end()
-        self.block.end()
+        self.put_model(self._final(arrived.means, means) if self.rule.mean_is_model else self.anchors())
 
     def models(self, comm: Communicator) -> list[Tensor]:
         """Mean over ranks, the anchor, or the anchor as the mean under way will leave it."""
@@ -340,10 +342,7 @@ class Boundaries(Driver):
         arrived = self._averaging.arrived() if overlaps else self._averaging.now(xs, weight, finished=finished)
         refuse_nonfinite(self.parts, arrived.means, self.comm, self.what)
         self._set_rates()
-        if arrived.means:
-            xs = self._moved(self.parts, xs, arrived)
-        else:
-            xs = [self.rule.depart(part, x) for part, x in zip(self.parts, xs, strict=True)]
+        xs = self._moved(self.parts, xs, arrived)
         self.put(xs)
         if overlaps and arrived.unfinished:
             self._averaging.launch(xs, weight, finished=finished)
@@ -351,6 +350,9 @@ class Boundaries(Driver):
         return arrived
 
     def _moved(self, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
+        """Applies the rule, with the means or, where there are none, without."""
+        if not arrived.means:
+            return [self.rule.depart(part, x) for part, x in zip(parts, xs, strict=True)]
         for part in parts:
             part.weight = arrived.weight
         moved = self.rule.apply(parts, xs, arrived.means)

@@ -119,11 +119,7 @@ class ByFragment(Driver):
             if unfinished and most is not None:
                 self.refuse_undrained(unfinished)
             ended = 0 if unfinished else ended + 1
-        models = [part["anchor"] for part in self.parts]
-        self.put(models)
-        self.all_hold(models)
-        self.buffers.at_end()
-        self.block.end()
+        self.put_model(self.anchors())
         self._launched = 0
 
     def models(self, comm: Communicator) -> list[Tensor]:

@@ -132,10 +132,8 @@ class PeriodicAveraging(Wrapping):
         """Cost and savings of training on this rank since this optimizer was made; exchanges nothing.
 
         Returns:
-            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
-
-            - boundaries: Number of boundaries so far.
-            - bytes_sent: Over `comm`, also by others that use it, and over its small group if there are two levels.
+            Plain numbers for any logger, as `communicators.Stats` describes them, and "boundaries", their number so
+            far. Bytes are those over `comm`, also by others that use it, and over the small group of two levels.
         """
         block, size = self._block, self.comm.size
         nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())

@@ -19,10 +19,9 @@ _HEADER = struct.Struct("<BBBdqBdq")
 def partial_round(
     header: Header, tensors: Sequence[Tensor] | None, like: Sequence[Tensor], rank: int, size: int
 ) -> Schedule[tuple[list[Header], list[Tensor]]]:
-    """All headers in rank order, and the sums over ranks, the same bits on all of them.
+    """All headers in rank order, and the sums over ranks, the same bits on all of them; none where nobody contributes.
 
-    tensors: 1-D, what this rank brings; None is zeros. like: of the same sizes and dtypes. Where nobody contributes
-    nothing is sent, and there are no sums.
+    tensors: 1-D, what this rank brings; None is zeros. like: of the same sizes and dtypes.
     """
     blocks = yield from schedules.allgather_blocks(packed(header), [_HEADER.size] * size, rank, size)
     headers = [unpacked(block) for block in blocks]

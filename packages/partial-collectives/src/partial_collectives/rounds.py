@@ -231,9 +231,8 @@ class PartialRounds:
 
     def _collective_over(self) -> None:
         collective = self._collective
-        lost = collective.lost if isinstance(collective, Attempt) else None
-        if lost is not None:
-            self._do(self.machine.gone(lost))
+        if isinstance(collective, Attempt) and collective.lost is not None:
+            self._do(self.machine.gone(collective.lost))
         elif collective is not None and collective.error is not None:
             raise CollectiveError(str(collective.error)) from collective.error
         elif not self.machine.recovering:

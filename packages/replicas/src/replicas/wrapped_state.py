@@ -58,13 +58,10 @@ def check_loaded(state: Mapping[str, Any], held: Any) -> dict[str, Any]:
 
 
 def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """The state after a step, made by a copy with parameters of its own; {} where a step takes more than gradients.
+    """Part "state" of the state_dict after a step, taken by a copy; {} where a step takes more than gradients.
 
     Args:
         optimizer: Optimizer, which stays as it is.
-
-    Returns:
-        The part "state" of its state_dict.
     """
     try:
         scratch = copy.deepcopy(optimizer)
@@ -74,8 +71,7 @@ def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:
         scratch.step()
     except Exception:  # one that needs a closure, or cannot be copied: what is not loaded is an error then
         return {}
-    foreseen: dict[Any, Any] = scratch.state_dict()["state"]
-    return foreseen
+    return dict(scratch.state_dict()["state"])
 
 
 def refuse_torch_helpers(what: str) -> None:

@@ -57,7 +57,6 @@ class DiLoCo(PeriodicAveraging):
         **settings: Unpack[Settings],
     ) -> None:
         by_rounds = allreduce is not None and compress is None
-        compression = Compression(compress, None if by_rounds else allreduce)
-        boundaries, every = boundaries_of(sync_every, compression, settings)
-        driver = OuterRounds(allreduce, settings, levels=boundaries.two_levels) if by_rounds else boundaries
-        super().__init__(optimizer, OuterStep(outer, outer_scheduler), sync_every=every, driver=driver, **settings)
+        driver, every = boundaries_of(sync_every, Compression(compress, None if by_rounds else allreduce), settings)
+        by = OuterRounds(allreduce, settings, levels=driver.two_levels) if by_rounds else driver
+        super().__init__(optimizer, OuterStep(outer, outer_scheduler), sync_every=every, driver=by, **settings)
