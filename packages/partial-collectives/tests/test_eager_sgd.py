@@ -12,8 +12,7 @@ from communicators import CollectiveError, SimulatedWorld, barrier
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, until_deadline
-from replicas import STATE_KEY
-from replicas import refuse_unlike
+from replicas import STATE_KEY, refuse_unlike
 
 
 def network(seed=0):
