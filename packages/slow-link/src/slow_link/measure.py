@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,14 @@ SHORT_BYTES = 1 << 10
 SUM_BYTES = 4 << 20
 OURS = "communicators"
 
-Measured: TypeAlias = tuple[str, str, int, list[float]]
-"""(who, what, bytes, seconds of every repeat)."""
+
+class Found(NamedTuple):
+    """One measurement; `seconds` has an entry for every repeat."""
+
+    who: str
+    what: str
+    nbytes: int
+    seconds: list[float]
 
 
 class BareCalls(NamedTuple):
@@ -62,19 +68,19 @@ def over_gloo() -> BareCalls:
     return BareCalls("torch gloo", dist.send, dist.recv, dist.all_reduce, dist.barrier, dist.destroy_process_group)
 
 
-def measurements(bare: BareCalls, comm: Communicator, repeats: int) -> Iterator[Measured]:
+def measurements(bare: BareCalls, comm: Communicator, repeats: int) -> Iterator[Found]:
     """Measures ping-pongs of all pairs (2i, 2i + 1) at once, then allreduces: bare ones, then ours."""
     yield from ping_pongs(bare, comm, repeats, PING_BYTES)
     x = torch.ones(SUM_BYTES // 4)
     if not isinstance(comm, Throttled):  # only calls through `comm` are slowed
-        yield bare.name, "allreduce", SUM_BYTES, _times(repeats, partial(bare.allreduce, x), bare.barrier)
+        yield Found(bare.name, "allreduce", SUM_BYTES, _times(repeats, partial(bare.allreduce, x), bare.barrier))
     ours = partial(allreduce, x, comm, native=False)
-    yield OURS, "allreduce", SUM_BYTES, _times(repeats, ours, bare.barrier)
+    yield Found(OURS, "allreduce", SUM_BYTES, _times(repeats, ours, bare.barrier))
 
 
 def ping_pongs(
     bare: BareCalls, comm: Communicator, repeats: int, sizes: Sequence[int] = (SLOT_BYTES,)
-) -> Iterator[Measured]:
+) -> Iterator[Found]:
     """Measures seconds one way, repeating short messages more often, because they take little time.
 
     Repeats need no barrier: no rank serves before the last ball is back.
@@ -85,7 +91,8 @@ def ping_pongs(
     for who, once in games:
         for nbytes in sizes:
             often = repeats if nbytes > SHORT_BYTES else 20 * repeats
-            yield who, "ping-pong", nbytes, [seconds / 2 for seconds in _times(often, partial(once, nbytes))]
+            there = [seconds / 2 for seconds in _times(often, partial(once, nbytes))]
+            yield Found(who, "ping-pong", nbytes, there)
 
 
 def _ping_pong(bare: BareCalls, comm: Communicator, nbytes: int) -> None:
