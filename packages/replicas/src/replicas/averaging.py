@@ -50,8 +50,7 @@ def broadcast_parameters(named: Mapping[str, Tensor], comm: Communicator, *, wha
         settings: Text of the settings that ranks must share.
 
     Raises:
-        CollectiveError: On all ranks, where one has other settings, or parameters of other names, shapes, dtypes or
-            order.
+        CollectiveError: On all ranks: one has other settings, or parameters of other names, shapes, dtypes or order.
     """
     listed = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named.items()]
     elements, crc = sum(p.numel() for p in named.values()), zlib.crc32(";".join(listed).encode())

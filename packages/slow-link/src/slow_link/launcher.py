@@ -139,12 +139,10 @@ class Launcher:
     def processes(self, command: Sequence[str], *, timeout: float, capture: bool = True) -> list[CompletedProcess[str]]:
         """Runs the command as one process per rank; `dist.init_process_group("gloo")` needs no other arguments there.
 
-        Results are in rank order. Once a rank has failed, the others get ten more seconds.
-
         Args:
             command: Command of every rank.
-            timeout: Time limit in seconds.
-            capture: Whether to keep the output for the results instead of showing it.
+            timeout: Time limit in seconds; once a rank has failed, the others get ten more.
+            capture: Whether to keep the output for the results, which are in rank order, instead of showing it.
 
         Raises:
             subprocess.TimeoutExpired: The command took longer, and was ended.
