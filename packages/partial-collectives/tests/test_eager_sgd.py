@@ -12,8 +12,7 @@ from communicators import CollectiveError, SimulatedWorld, barrier
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, until_deadline
-from replicas import STATE_KEY as KEY
-from replicas import refuse_unlike
+from replicas import STATE_KEY, refuse_unlike
 
 
 def network(seed=0):
@@ -195,7 +194,7 @@ def test_bad_input():
         with pytest.raises(ValueError, match="expected one of an EagerSGD"):
             optimizer.load_state_dict(inner.state_dict())
         with pytest.raises(ValueError, match="every rank saves and loads its own"):
-            optimizer.load_state_dict({**state, KEY: {**state[KEY], "rank": 1 - comm.rank}})
+            optimizer.load_state_dict({**state, STATE_KEY: {**state[STATE_KEY], "rank": 1 - comm.rank}})
         optimizer.finish()
         with pytest.raises(RuntimeError, match="after finish"):
             optimizer.step()
@@ -372,7 +371,7 @@ def test_gradients_and_rounds_that_nobody_has_applied_yet_come_back():
         torch.save({"model": model.state_dict(), "optimizer": state}, file)
         barrier(comm)  # closing goes on with rounds
         optimizer.close()
-        rounds = state[KEY]["rounds"]
+        rounds = state[STATE_KEY]["rounds"]
         return file.getvalue(), optimizer.applied, rounds["deposits"]["count"], len(rounds["results"])
 
     def resumes(comm):

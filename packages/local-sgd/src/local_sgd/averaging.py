@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators import CollectiveError, Communicator, Work, allgather, allreduce, run, schedules, start
+from communicators import CollectiveError, Communicator, allgather, allreduce, run, schedules, start
 from torch import Tensor
 
-from local_sgd.parts import by_name, copy_by_name
+from local_sgd.parts import by_name
 from local_sgd.rule import Part
 
 
@@ -35,10 +35,8 @@ class Arrived:
     @staticmethod
     def of_state(state: Mapping[str, Any], parts: Sequence[Part]) -> Arrived:
         """Means that `state_dict` gave, in vectors again."""
-        means = [torch.empty_like(part.gather()) for part in parts]
-        for part, mean in zip(parts, means, strict=True):
-            copy_by_name(state["means"], part, mean)
-        return Arrived(means if state["weight"] else [], state["weight"], state["unfinished"])
+        means = [part.flat_of(state["means"]) for part in parts] if state["weight"] else []
+        return Arrived(means, state["weight"], state["unfinished"])
 
 
 class Averaging:
@@ -47,13 +45,14 @@ class Averaging:
     Sums go by our schedule, so that all worlds give the same bits; native: by the transport's own, equal within
     rounding. A launch that failed stays failed: every later use raises the same error.
 
-    alike: gives text that must be the same on all ranks each time, such as an outer optimizer's rates.
+    call: what ranks call, for errors. alike: gives text that must be the same on all ranks each time, such as an outer
+    optimizer's rates.
     """
 
-    def __init__(self, comm: Communicator, what: str, *, native: bool) -> None:
-        self._comm, self._what, self._native = comm, what, native
+    def __init__(self, comm: Communicator, what: str, *, native: bool, call: str = "average") -> None:
+        self._comm, self._what, self._native, self._call = comm, what, native, call
         self.alike: Callable[[], str] = str
-        self._works: list[Work[Tensor]] = []
+        self._launched: list[Any] = []  # under way
         self._arrived: Arrived | None = None
         self._error: Exception | None = None
         self._waited = self._under_way = 0.0
@@ -74,24 +73,17 @@ class Averaging:
         began = self._comm.clock()
         if self._native and (facts := self._since + self.alike()):  # the transport's sum is agreed on by its size alone
             run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
-        totals = [self._sum(self._payload(x, weight, finished), "average()", self._comm) for x in vectors]
+        totals = [self._sum(_payload(x, weight, finished), run) for x in vectors]
         self._waited += (seconds := self._comm.clock() - began)
         self._under_way += seconds
         self._since = ""
         return _means(totals)
 
-    def plain(self, vectors: Sequence[Tensor], comm: Communicator, what: str) -> list[Tensor]:
-        """Means with equal weights, for `what`; their time is not counted."""
-        return _means([self._sum(self._payload(x, 1.0, False), what, comm) for x in vectors]).means
-
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange of the vectors as they are now, of which it takes one copy."""
         with self._keeping_errors():
             self._arrived = None
-            for payload in [self._payload(x, weight, finished) for x in vectors]:
-                schedule = schedules.allreduce(payload, self._comm.rank, self._comm.size)
-                facts = self._facts(payload, "average()")
-                self._works.append(start(schedule, self._comm, facts=facts, device=payload.device))
+            self._launched = [self._sum(_payload(x, weight, finished), start) for x in vectors]
             self._since = ""
 
     def arrived(self) -> Arrived:
@@ -103,22 +95,18 @@ class Averaging:
 
     def wait(self) -> None:
         """Waits for the exchange under way, if there is one."""
-        with self._keeping_errors():
-            if self._is_under_way():
-                self.arrived()
+        if self._launched or self._error:
+            self.arrived()
 
     def store(self, arrived: Arrived) -> None:
         """Stores means as if they had been launched last; an exchange under way is waited for, and forgotten."""
         self.wait()
         self._arrived = arrived
 
-    def _is_under_way(self) -> bool:
-        return bool(self._works)
-
     def _take(self) -> Arrived:
         began = self._comm.clock()
-        totals = [work.wait() for work in self._works]
-        works, self._works = self._works, []  # only now, so that an interrupted wait can be repeated
+        totals = [work.wait() for work in self._launched]
+        works, self._launched = self._launched, []  # only now, so that an interrupted wait can be repeated
         self._waited += self._comm.clock() - began
         self._under_way += max(work.ended or began for work in works) - works[0].began
         return _means(totals)
@@ -134,26 +122,29 @@ class Averaging:
             self._error = error
             raise
 
-    def _payload(self, x: Tensor, weight: float, finished: bool) -> Tensor:
-        payload = torch.empty(x.numel() + 2, dtype=x.dtype, device=x.device)
-        if weight:
-            torch.mul(x, weight, out=payload[:-2])
-        else:
-            payload.zero_()
-        payload[-2], payload[-1] = weight, float(not finished)
-        return payload
-
-    def _sum(self, payload: Tensor, what: str, comm: Communicator) -> Tensor:
+    def _sum(self, payload: Tensor, carry: Callable[..., Any]) -> Any:
+        """Sum over ranks, or the work of it; carry: `run` or `start`."""
         if self._native:
-            return allreduce(payload, comm)
-        schedule = schedules.allreduce(payload, comm.rank, comm.size)
-        return run(schedule, comm, facts=self._facts(payload, what), device=payload.device)
+            return allreduce(payload, self._comm)
+        schedule = schedules.allreduce(payload, self._comm.rank, self._comm.size)
+        facts = self._facts(f" of {payload.numel() - 2} elements, {payload.dtype}")
+        return carry(schedule, self._comm, facts=facts, device=payload.device)
 
-    def _facts(self, payload: Tensor, what: str) -> str:
+    def _facts(self, of: str) -> str:
         return (
-            f"{self._what}.{what}{self._since} of {payload.numel() - 2} elements, {payload.dtype}{self.alike()} "
+            f"{self._what}.{self._call}(){self._since}{of}{self.alike()} "
             "(all ranks call it alike; one with fewer batches ends with finish())"
         )
+
+
+def _payload(x: Tensor, weight: float, finished: bool) -> Tensor:
+    payload = torch.empty(x.numel() + 2, dtype=x.dtype, device=x.device)
+    if weight:
+        torch.mul(x, weight, out=payload[:-2])
+    else:
+        payload.zero_()
+    payload[-2], payload[-1] = weight, float(not finished)
+    return payload
 
 
 def _means(totals: list[Tensor]) -> Arrived:
@@ -171,8 +162,8 @@ def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Commu
     """Raises CollectiveError, alike on every rank, for means that are not finite; ranks hold the same means."""
     if all(map(all_finite, means)):
         return
-    found = [name for part, mean in zip(parts, means, strict=True) for name in _nonfinite(part, mean)]
-    own = any(_nonfinite(part, part.gather()) for part in parts)
+    found = _nonfinite(parts, means)
+    own = bool(_nonfinite(parts, [part.gather() for part in parts]))
     ranks = [rank for rank, theirs in enumerate(allgather(torch.tensor([int(own)]), comm)) if int(theirs)]
     if not ranks:
         raise CollectiveError(f"{what}: the sum over ranks overflows in {found[0]!r}: give smaller weights")
@@ -183,5 +174,5 @@ def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Commu
     )
 
 
-def _nonfinite(part: Part, flat: Tensor) -> list[str]:
-    return [name for name, view in part.by_name(flat).items() if not all_finite(view)]
+def _nonfinite(parts: Sequence[Part], flats: Sequence[Tensor]) -> list[str]:
+    return [name for name, view in by_name(parts, flats).items() if not all_finite(view)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
@@ -11,6 +12,7 @@ from communicators import Communicator, Work, schedules, start, tracing
 from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging, all_finite
+from local_sgd.parts import by_name, refuse_other_shapes
 from local_sgd.rule import Part
 
 BITS = {"int8": 8, "int4": 4}
@@ -90,19 +92,17 @@ class Compression:
 
 @dataclass
 class Launched:
-    """Vector under way: its part, what was given, what was sent, and the result."""
+    """Vector under way: its part, what was given, what was sent, and its sum over ranks, or the work of it."""
 
     part: Part
     given: Tensor
     sent: Any
-    work: Work[Any] | None
-    result: Any = None
+    sum: Any
 
-    def wait(self) -> Any:
-        """Waits for the result and returns it."""
-        if self.work is not None:
-            self.result = self.work.wait()
-        return self.result
+    @property
+    def result(self) -> Any:
+        """Sum over ranks, waited for."""
+        return self.sum.wait() if isinstance(self.sum, Work) else self.sum
 
 
 class RoundedSum:
@@ -128,31 +128,26 @@ class RoundedSum:
 
     def total(self, launched: Launched) -> Tensor:
         """Waits for the sum and returns it."""
-        total: Tensor = launched.wait().total
+        total: Tensor = launched.result.total
         return total.to(launched.given.dtype)
 
     def feed_back(self, launched: Launched, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, the old one stays, and nothing is lost."""
         if applied:
-            dropped = launched.wait().dropped
-            self._residuals[id(launched.part)] = (launched.given - launched.sent).add_(dropped)
+            rounded_off = launched.given - launched.sent
+            self._residuals[id(launched.part)] = rounded_off.add_(launched.result.dropped)
 
     def state_dict(self) -> dict[str, Any]:
         """All residuals, by parameter."""
-        return {name: view for part in self._parts for name, view in part.by_name(self._residuals[id(part)]).items()}
+        return by_name(self._parts, [self._residuals[id(part)] for part in self._parts])
 
     def check(self, residuals: Mapping[str, Any]) -> None:
         """Raises ValueError for a state that does not fit."""
-        saved, own = ({(name, tuple(t.shape)) for name, t in held.items()} for held in (residuals, self.state_dict()))
-        if saved != own:
-            raise ValueError(
-                f"residuals: only the checkpoint, or only the model, has (name, shape) {sorted(saved ^ own)}"
-            )
+        refuse_other_shapes("residuals", residuals, self._parts)
 
     def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
         """Restores residuals that `check` accepted."""
-        for name, view in self.state_dict().items():
-            view.copy_(residuals[name])
+        self._residuals = {id(part): part.flat_of(residuals) for part in self._parts}
 
 
 class SparseSum:
@@ -169,13 +164,11 @@ class SparseSum:
         """Starts the sum of x plus the part's residual; takes x over."""
         with tracing.labelled("select"):
             sent = self._sparsifier.compress(part.names[0], x)
-        summed = self._allreduce(sent, self._comm)
-        work = summed if isinstance(summed, Work) else None
-        return Launched(part, x, sent, work, summed)
+        return Launched(part, x, sent, self._allreduce(sent, self._comm))
 
     def total(self, launched: Launched) -> Tensor:
         """Waits for the sum and returns it."""
-        summed = launched.wait()
+        summed = launched.result
         total: Tensor = summed.total if isinstance(summed.total, Tensor) else summed.total.to_dense()
         if total.numel() != launched.given.numel():
             raise ValueError(
@@ -230,8 +223,6 @@ class CompressedAveraging(Averaging):
     ) -> None:
         super().__init__(comm, what, native=False)
         self._parts, self._anchor, self._sums = parts, anchor, sums
-        self._launched: list[Launched] = []
-        self._head: Work[Tensor] | None = None
         self._began = 0.0
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
@@ -241,39 +232,29 @@ class CompressedAveraging(Averaging):
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange; a sum that does not run in the background is waited for here."""
         with self._keeping_errors():
-            self._arrived, self._began = None, self._comm.clock()
-            spoilt = False
+            self._arrived, self._began, spoilt = None, self._comm.clock(), False
             for part, x in zip(self._parts, vectors, strict=True):
                 change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
                 if not self._sums.carries_nan and not all_finite(change):
                     spoilt = True
                     change.zero_()  # or it would stay in a residual
                 self._launched.append(self._sums.launch(part, change))
-            self._head = self._start_head(float("nan") if spoilt else weight, finished)
+            self._head = self._start_head(math.nan if spoilt else weight, finished)
             self._waited += self._comm.clock() - self._began
 
     def _start_head(self, weight: float, finished: bool) -> Work[Tensor]:
         head = torch.tensor([weight, float(not finished)], dtype=torch.float64)
         schedule = schedules.allreduce(head, self._comm.rank, self._comm.size)
-        facts = (
-            f"{self._what}.average(){self._since}: weights{self.alike()} "
-            "(all ranks call it alike; one with fewer batches ends with finish())"
-        )
-        self._since = ""
+        facts, self._since = self._facts(": weights"), ""
         return start(schedule, self._comm, facts=facts, device=head.device)
 
-    def _is_under_way(self) -> bool:
-        return bool(self._launched)
-
     def _take(self) -> Arrived:
-        assert self._head is not None
         came = self._comm.clock()
         weight, unfinished = self._head.wait().tolist()
         totals = [self._sums.total(each) for each in self._launched]
-        launched, self._launched = self._launched, []  # only now, see `Averaging`
-        now = self._comm.clock()
+        launched, self._launched, now = self._launched, [], self._comm.clock()  # only now, see `Averaging`
         self._waited += now - came
-        works = [work for work in (self._head, *(each.work for each in launched)) if work is not None]
+        works = [work for work in (self._head, *(each.sum for each in launched)) if isinstance(work, Work)]
         self._under_way += max(work.ended or now for work in works) - self._began
         applied = bool(weight) and all(map(all_finite, totals))
         for each in launched:

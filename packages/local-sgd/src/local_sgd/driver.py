@@ -5,65 +5,108 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from communicators import Communicator, run, schedules
-from replicas import Buffers, Wrapping
+from replicas import Buffers, Wrapping, average_tensors
 from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
-from local_sgd.block import Block
 from local_sgd.compression import CompressedAveraging, Compression
-from local_sgd.inner_state import InnerState
-from local_sgd.levels import Inner, Near
-from local_sgd.parts import digest, parts_of, refuse_other_shapes
+from local_sgd.inner_state import inner_state
+from local_sgd.parts import by_name, digest, parts_of, refuse_other_shapes
 from local_sgd.rule import Part, Rule
-from local_sgd.settings import Settings
+from local_sgd.settings import Every, Settings, whole
 from local_sgd.two_momenta import warn_of_two_momenta
+
+NEEDS = ("algorithm", "block", "kept", "rates", "parameters", "drained")
+COUNTERS = ("steps", "done", "length", "boundaries", "weight")
+
+
+class Block:
+    """Position of a rank in its block of τ steps; the first block has τ steps like every other.
+
+    every: τ; a new value counts from the next block on. steps: in all blocks; done: in this one, of `length` (1 before
+    the first step where τ is a function); weight: the sum of the weights of its steps; boundaries: exchanges so far.
+    """
+
+    def __init__(self, every: Every) -> None:
+        if not callable(every):
+            whole("sync_every", every, " of steps, or a function from the number of steps so far to one")
+        self.every, self.length = every, 1 if callable(every) else every
+        self.steps = self.done = self.boundaries = 0
+        self.weight = 0.0
+
+    def count(self, weight: float) -> bool:
+        """Counts one step; returns whether it was the block's last."""
+        if self.done == 0:
+            every = self.every
+            self.length = (
+                whole(f"sync_every({self.steps})", every(self.steps), " of steps") if callable(every) else every
+            )
+        self.steps, self.done, self.weight = self.steps + 1, self.done + 1, self.weight + weight
+        return self.done >= self.length
+
+    def end(self) -> None:
+        """Ends the block; the next step begins another."""
+        self.done, self.weight = 0, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, as plain numbers."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the counters."""
+        for name in COUNTERS:
+            setattr(self, name, state[name])
 
 
 class Driver(ABC):
     """Parameters as parts with the rule's state, and the points at which ranks exchange them; of one optimizer.
 
-    parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries.
-    averagings: all exchanges. near: this rank's small group, of two levels. drained: all ranks hold the model.
-    loaded: whether a state was loaded since the last boundary.
+    parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries; nearest:
+    between two exchanges, of which a boundary may have several. averagings: all exchanges, among all ranks. comms: what
+    they go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary.
     """
 
-    near: Near | None = None
+    two_levels = False
+    overlaps = False
+    """Whether training goes on during an exchange, whatever the rule."""
+    needs: tuple[str, ...] = NEEDS
+    """Keys of `state_dict` that must be there."""
 
-    def __init__(self, compression: Compression | None = None, inner: Inner | None = None) -> None:
-        self.compression, self.inner = compression or Compression(), inner
+    def __init__(self, compression: Compression | None = None) -> None:
+        self.compression = compression or Compression()
 
     def facts(self) -> dict[str, Any]:
         """Settings that ranks must share, by name."""
-        shared: dict[str, Any] = {"compress": self.compression} if self.compression else {}
-        return shared | ({"levels": self.inner} if self.inner else {})
+        return {"compress": self.compression} if self.compression else {}
 
     def begin(self, owner: Wrapping, rule: Rule, block: Block, buffers: Buffers, settings: Settings) -> None:
         """Starts the rule's state from x, the model, which all ranks hold; nothing is launched yet."""
         self.owner: Wrapping = weakref.proxy(owner)  # which goes, with its vectors, as soon as nobody has it
-        self.rule, self.comm, self.what = rule, owner.comm, owner.what
-        self.block, self.buffers = block, buffers
+        self.rule, self.comm, self.what, self.comms = rule, owner.comm, owner.what, [owner.comm]
+        self.block, self.nearest, self.buffers = block, block, buffers
         self._weighted, self._native = settings.get("weighted", False), settings.get("native", False)
         device = None if settings.get("anchor_device") is None else torch.device(str(settings["anchor_device"]))
         groups, nbytes, self.pieces = owner.param_groups, settings.get("bucket_bytes"), self.cut(owner.trained)
-        self.parts = [part for piece in self.pieces for part in parts_of(groups, piece, nbytes, device)]
-        if self.inner is not None:
-            self.near = Near(self.inner, self.comm, self.what, native=self._native)
+        names = [{id(p): name for name, p in piece.items()} for piece in self.pieces]
+        self.parts = [part for named in names for part in parts_of(groups, named, nbytes, device)]
         self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
-        policy = settings.get("inner_state", "keep")
-        self._resets, inner_state = policy == "reset", InnerState(policy, owner.optimizer, self.comm, self.what)
-        self._shared = [inner_state.at_boundary] * (policy != "keep")
-        self._shared += [buffers.at_boundary] * (settings.get("buffers", "keep") != "keep")
+        self._shared: list[Callable[[], None]] = []
+        if (policy := settings.get("inner_state", "keep")) != "keep":
+            self._shared.append(inner_state(policy, owner.optimizer, self.comm, self.what))
+        if settings.get("buffers", "keep") != "keep":
+            self._shared.append(buffers.at_boundary)
+        self._resets = policy == "reset"
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
         self.loaded = False
         for part in self.parts:
             x = part.gather()
-            part.kept = {name: x.clone() for name in self.rule.anchors}
-            part.kept |= {name: torch.zeros_like(x) for name in self.rule.momenta}
+            part.kept = {name: x.clone() for name in rule.anchors}
+            part.kept |= {name: torch.zeros_like(x) for name in rule.momenta}
         self.averagings = self.connect()
         self.all_hold([part.gather() for part in self.parts])
 
@@ -91,21 +134,57 @@ class Driver(ABC):
         """Tells other ranks of an error, where they would not see it in their next exchange."""
         del error
 
-    def needs(self) -> tuple[str, ...]:
-        """Keys of `state_dict`."""
-        return tuple(self.rule.state_dict())
-
     def state_dict(self) -> dict[str, Any]:
-        """State beside parts and block: the rule's, and what is under way, which is waited for, and not applied."""
-        return self.rule.state_dict()
+        """This rank's own part of a state, by parameter, so that it outlives another cut into vectors."""
+        rounded = [part for part in self.parts if part.remainder is not None]
+        rates = {part.group: part.last_rate for part in reversed(self.parts)}
+        residuals = {} if self.sums is None else {"kind": self.sums.kind, "parts": self.sums.state_dict()}
+        return {
+            "algorithm": self.what,
+            "block": self.block.state_dict(),
+            "kept": {name: by_name(self.parts, [part[name] for part in self.parts]) for name in self.rule.kept},
+            "remainders": by_name(rounded, [part.remainder for part in rounded if part.remainder is not None]),
+            "rates": [rates.get(group, 0.0) for group in range(len(self.owner.param_groups))],
+            "parameters": digest(self.owner.trained),
+            "drained": self.drained,
+            **({"residuals": residuals} if residuals else {}),
+        }
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for a state that does not fit; changes nothing."""
-        self.rule.check(state)
+        if state["algorithm"] != self.what:
+            raise ValueError(
+                f"the state is of {state['algorithm']}, but this is {self.what}: to go on with another algorithm start "
+                "from a plain checkpoint of the model, made inside averaged_model(), or after drain()"
+            )
+        for name in self.rule.kept:
+            refuse_other_shapes(name, state["kept"].get(name, {}), self.parts)
+        if len(state["rates"]) != (groups := len(self.owner.param_groups)):
+            raise ValueError(f"the state has {len(state['rates'])} parameter groups, the optimizer {groups}")
+        if ("near" in state) != self.two_levels:
+            raise ValueError(f"the state is of {1 + ('near' in state)} levels, sync_every of {1 + self.two_levels}")
+        theirs, kind = state.get("residuals", {}).get("kind"), None if self.sums is None else self.sums.kind
+        if theirs != kind:
+            raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {kind}")
+        if self.sums is not None and self._is_own(state):
+            self.sums.check(state["residuals"]["parts"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `check` accepted."""
-        self.rule.load_state_dict(state)
+        self.block.load_state_dict(state["block"])
+        for part in self.parts:
+            for name in self.rule.kept:
+                part[name].copy_(part.flat_of(state["kept"][name]))
+            if part.remainder is not None:
+                part.remainder = part.flat_of(state["remainders"])
+            part.last_rate = state["rates"][part.group]
+        if self.sums is not None and self._is_own(state):
+            self.sums.load_state_dict(state["residuals"]["parts"])
+        self.drained, self.loaded = state["drained"], True
+
+    def _is_own(self, state: Mapping[str, Any]) -> bool:
+        """Whether the state was saved by this rank, among the same number of ranks."""
+        return bool((state["rank"], state["world_size"]) == (self.comm.rank, self.comm.size))
 
     def agree(self, facts: str) -> None:
         """Compares facts that are known only after the rule has begun; "" is none."""
@@ -120,19 +199,32 @@ class Driver(ABC):
 
     def all_hold(self, models: list[Tensor]) -> None:
         """Notes that all ranks hold these models."""
-        for part, model in zip(self.parts, models, strict=True):
-            for name in self.rule.anchors:
-                part[name].copy_(model)
+        self._anchor(models)
         self.owner.end_steps()
         self.drained = True
+
+    def put_model(self, models: list[Tensor]) -> None:
+        """Puts the model in place on all ranks, which have ended their blocks."""
+        self.put(models)
+        self.all_hold(models)
+        self.buffers.at_end()
+        self.block.end()
 
     def depart(self) -> None:
         """Leaves the drained state before a step: anchors take the parameters that ranks hold now, loaded or not."""
         if self.drained:
             self.drained, self._begun = False, digest(self.owner.trained)
-            for part in self.parts:
-                for name in self.rule.anchors:
-                    part[name].copy_(part.gather())
+            self._anchor(part.gather() for part in self.parts)
+
+    def _anchor(self, models: Iterable[Tensor]) -> None:
+        for part, model in zip(self.parts, models, strict=True):
+            for name in self.rule.anchors:
+                part[name].copy_(model)
+
+    def put(self, xs: Iterable[Tensor]) -> None:
+        """Puts vectors, one for each part, into the parameters."""
+        for part, x in zip(self.parts, xs, strict=True):
+            part.put(x)
 
     def next_boundary(self) -> None:
         """Checks that ranks come to a boundary alike, and counts it."""
@@ -152,9 +244,8 @@ class Driver(ABC):
         for share in self._shared:
             share()
 
-    def own_weight(self, block: Block | None = None) -> float:
+    def own_weight(self, block: Block) -> float:
         """Weight of this rank in the mean at the end of its block."""
-        block = block or self.block
         if block.done == 0:
             return 0.0
         return block.weight if self._weighted else 1.0
@@ -172,7 +263,7 @@ class Driver(ABC):
 
 
 class Boundaries(Driver):
-    """Exchange of the whole model at every boundary, of one level or two; the mean may travel during the next block."""
+    """Exchange of the whole model at every boundary; the mean may travel during the next block."""
 
     def connect(self) -> list[Averaging]:
         """Makes the one exchange."""
@@ -180,6 +271,7 @@ class Boundaries(Driver):
         self.rule.begin(self.parts, list(self.owner.trained))
         self._averaging.alike = self.rule.alike
         self.agree(self.rule.alike())
+        self.needs = (*NEEDS, *self.rule.state_dict(), *["arrived"] * self.rule.overlaps)
         return [self._averaging]
 
     def all_hold(self, models: list[Tensor]) -> None:
@@ -189,74 +281,59 @@ class Boundaries(Driver):
             self._averaging.store(Arrived([], 0.0, self.comm.size))
 
     def count(self, weight: float) -> None:
-        """Counts a step; runs a boundary within the small group, or among all ranks, where one is due."""
-        last = self.block.count(weight)
-        if self.near is not None:
-            if self.near.block.count(weight):
-                self._sync_near(self.near, finished=False)
-            last = self.near.is_due
-        if last:
+        """Counts a step; runs a boundary where one is due."""
+        if self.block.count(weight):
             self._sync_all()
 
     def end(self, *, most: int | None) -> None:
         """Runs boundaries until all ranks have finished, at most `most` of them; then puts the model in place."""
-        if self.near is not None:
-            self._end_near(self.near, all_at_once=most is not None)
         most = most if most is None else most + self.rule.overlaps
-        arrived, means = self._sync(self.own_weight(), finished=True), list[Tensor]()
+        arrived, means = self._sync(self.own_weight(self.block), finished=True), list[Tensor]()
         while arrived.unfinished:
             means = arrived.means or means
             if most is not None and (most := most - 1) < 1:
                 self.refuse_undrained(arrived.unfinished)
             arrived = self._sync(0.0, finished=True)
-        models = self._final(arrived.means, means) if self.rule.mean_is_model else self.anchors()
-        for part, model in zip(self.parts, models, strict=True):
-            part.put(model)
-        self.all_hold(models)
-        self.buffers.at_end()
-        self.block.end()
+        self.put_model(self._final(arrived.means, means) if self.rule.mean_is_model else self.anchors())
 
     def models(self, comm: Communicator) -> list[Tensor]:
         """Mean over ranks, the anchor, or the anchor as the mean under way will leave it."""
         if self.rule.mean_is_model:
-            return self._averaging.plain([part.gather() for part in self.parts], comm, "averaged_model()")
+            averaging = Averaging(comm, self.what, native=self._native, call="averaged_model")
+            return averaging.now([part.gather() for part in self.parts], 1.0, finished=False).means
         if not self.rule.overlaps or not (arrived := self._averaging.arrived()).means:
             return self.anchors()
         drafts = [part.draft() for part in self.parts]
         self._moved(drafts, [draft.gather() for draft in drafts], arrived)
         return [draft[self.rule.anchors[0]] for draft in drafts]
 
-    def needs(self) -> tuple[str, ...]:
-        """Keys of `state_dict`."""
-        return (*super().needs(), *["arrived"] * self.rule.overlaps)
-
     def state_dict(self) -> dict[str, Any]:
-        """State of the rule and, if it overlaps, the mean under way."""
+        """State of the rule besides and, if it overlaps, the mean under way, which is waited for, and not applied."""
         arrived = {"arrived": self._averaging.arrived().state_dict(self.parts)} if self.rule.overlaps else {}
-        return {**arrived, **super().state_dict()}
+        return {**super().state_dict(), **arrived, **self.rule.state_dict()}  # waiting may change residuals
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Checks the mean under way besides; it is of all parameters."""
+        """Checks the rule's state and the mean under way besides; it is of all parameters."""
         super().check(state)
+        self.rule.check(state)
         if "rounds" in state:
             raise ValueError("the state is of outer steps by rounds, and this optimizer is without")
         if self.rule.overlaps:
             refuse_other_shapes("arrived", state["arrived"]["means"], self.parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stores the mean that was under way besides."""
+        """Restores the rule besides, and stores the mean that was under way."""
         super().load_state_dict(state)
+        self.rule.load_state_dict(state)
         if self.rule.overlaps:
             self._averaging.store(Arrived.of_state(state["arrived"], self.parts))
 
     def _sync_all(self) -> None:
         """Runs a boundary among all ranks in mid-training."""
-        self._sync(self.own_weight(), finished=False)
+        self._sync(self.own_weight(self.block), finished=False)
         self.block.end()
         if not self.rule.overlaps:
             self.owner.end_steps()
-        if self.near is not None:
-            self.near.met = 0
 
     def _sync(self, weight: float, *, finished: bool) -> Arrived:
         """Runs one boundary, and returns its means."""
@@ -264,21 +341,18 @@ class Boundaries(Driver):
         xs, overlaps = [part.gather() for part in self.parts], self.rule.overlaps
         arrived = self._averaging.arrived() if overlaps else self._averaging.now(xs, weight, finished=finished)
         refuse_nonfinite(self.parts, arrived.means, self.comm, self.what)
-        rates = self._rates()
-        for part in self.parts:
-            part.rate = rates[part.group]
-        if arrived.means:
-            xs = self._moved(self.parts, xs, arrived)
-        else:
-            xs = [self.rule.depart(part, x) for part, x in zip(self.parts, xs, strict=True)]
-        for part, x in zip(self.parts, xs, strict=True):
-            part.put(x)
+        self._set_rates()
+        xs = self._moved(self.parts, xs, arrived)
+        self.put(xs)
         if overlaps and arrived.unfinished:
             self._averaging.launch(xs, weight, finished=finished)
         self.share()
         return arrived
 
     def _moved(self, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
+        """Applies the rule, with the means or, where there are none, without."""
+        if not arrived.means:
+            return [self.rule.depart(part, x) for part, x in zip(parts, xs, strict=True)]
         for part in parts:
             part.weight = arrived.weight
         moved = self.rule.apply(parts, xs, arrived.means)
@@ -286,35 +360,13 @@ class Boundaries(Driver):
             part.last_rate = part.rate
         return moved
 
-    def _rates(self) -> list[float]:
-        """Learning rates of the groups; where the rule counts in them, the mean over ranks, the same on all."""
-        own = [float(group.get("lr", math.nan)) for group in self.owner.param_groups]
-        if not self.rule.needs_rate:
-            return own
-        schedule = schedules.allreduce(torch.tensor(own, dtype=torch.float64), self.comm.rank, self.comm.size)
-        total = run(schedule, self.comm, facts=f"learning rates of {self.what}", device=torch.device("cpu"))
-        return [float(rate) for rate in total / self.comm.size]
-
-    def _sync_near(self, near: Near, *, finished: bool) -> int:
-        """Averages within this rank's small group; returns how many of its ranks had not finished."""
-        self.owner.check_exchange()
-        xs = [part.gather() for part in self.parts]
-        arrived = near.averaging.now(xs, self.own_weight(near.block), finished=finished)
-        refuse_nonfinite(self.parts, arrived.means, near.comm, f"{self.what} in its group")
-        for part, mean in zip(self.parts, arrived.means or xs, strict=True):
-            part.put(mean)
-        near.block.end()
-        near.met += 1
-        return arrived.unfinished
-
-    def _end_near(self, near: Near, *, all_at_once: bool) -> None:
-        """Averages within this rank's small group until all its ranks have finished."""
-        while unfinished := self._sync_near(near, finished=True):
-            if all_at_once:
-                self.refuse_undrained(unfinished)
-            if near.is_due:
-                self._sync_all()
-        near.begin()
+    def _set_rates(self) -> None:
+        """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
+        rates = torch.tensor([group.get("lr", math.nan) for group in self.owner.param_groups], dtype=torch.float64)
+        if self.rule.needs_rate:
+            average_tensors([rates], self.comm, facts=f"learning rates of {self.what}")
+        for part in self.parts:
+            part.rate = float(rates[part.group])
 
     def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
         """Model at the end: the last mean or, where the last exchange had none, the one before: no rank has moved.

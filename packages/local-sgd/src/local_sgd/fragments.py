@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
 from local_sgd.compression import Compression
-from local_sgd.driver import Driver
+from local_sgd.driver import NEEDS, Driver
 from local_sgd.parts import refuse_other_shapes
 from local_sgd.rule import Part, Rule
 from local_sgd.settings import whole
@@ -69,6 +69,9 @@ class ByFragment(Driver):
     The k-th of a block is launched after its step ⌊k·τ/F⌋, and applied before its next launch where that comes earlier.
     """
 
+    overlaps = True
+    needs = (*NEEDS, "turn", "launched", "fragments")
+
     def __init__(self, fragments: Fragments, delay: int, compression: Compression) -> None:
         super().__init__(compression)
         self._asked, self._delay = fragments, delay
@@ -116,35 +119,30 @@ class ByFragment(Driver):
             if unfinished and most is not None:
                 self.refuse_undrained(unfinished)
             ended = 0 if unfinished else ended + 1
-        for part in self.parts:
-            part.put(part["anchor"])
-        self.all_hold([part["anchor"] for part in self.parts])
-        self.buffers.at_end()
-        self.block.end()
+        self.put_model(self.anchors())
         self._launched = 0
 
     def models(self, comm: Communicator) -> list[Tensor]:
         """Anchors of all fragments."""
         return self.anchors()
 
-    def needs(self) -> tuple[str, ...]:
-        """Keys of `state_dict`."""
-        return ("turn", "launched", "fragments")
-
     def state_dict(self) -> dict[str, Any]:
-        """State of every fragment, and whose turn it is."""
+        """State of every fragment besides, and whose turn it is."""
         fragments = {str(turn): fragment.state_dict() for turn, fragment in enumerate(self.fragments)}
-        return {"turn": self._turn, "launched": self._launched, "fragments": fragments}
+        own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
+        return {**super().state_dict(), **own}  # waiting for fragments under way changes residuals
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Checks the state of every fragment."""
+        """Checks the state of every fragment besides."""
+        super().check(state)
         if len(state["fragments"]) != len(self.fragments):
             raise ValueError(f"the state is of {len(state['fragments'])} fragments, this is of {len(self.fragments)}")
         for turn, fragment in enumerate(self.fragments):
             fragment.check(state["fragments"][str(turn)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores every fragment, and whose turn it is."""
+        """Restores every fragment besides, and whose turn it is."""
+        super().load_state_dict(state)
         for turn, fragment in enumerate(self.fragments):
             fragment.load_state_dict(state["fragments"][str(turn)])
         self._turn, self._launched = state["turn"], state["launched"]

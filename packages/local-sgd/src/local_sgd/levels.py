@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from communicators import Communicator, allgather, as_communicator
 
-from local_sgd.averaging import Averaging
-from local_sgd.block import Block, Every
-from local_sgd.settings import Settings, whole
+from local_sgd.averaging import Averaging, refuse_nonfinite
+from local_sgd.compression import Compression
+from local_sgd.driver import Block, Boundaries
+from local_sgd.settings import Every, Settings, whole
 
 Levels: TypeAlias = Sequence[tuple[Any, int]]
 """[(this rank's small group, steps between its means), (all ranks, steps between boundaries)]"""
 
 
-@dataclass(frozen=True)
-class Inner:
-    """First of two levels. times: its means per boundary among all ranks."""
-
-    group: Any
-    every: int
-    times: int
-
-    def __repr__(self) -> str:
-        """Text that is the same on every rank."""
-        return f"{self.every} steps, {self.times} times"
-
-
-def two_levels(sync_every: Every | Levels, settings: Settings) -> tuple[Inner | None, Every]:
-    """Splits `sync_every` into the first level and τ among all ranks; `settings` gets the last level's group as comm.
+def boundaries_of(sync_every: Every | Levels, compression: Compression, settings: Settings) -> tuple[Boundaries, Every]:
+    """Boundaries of one level or two, and τ among all ranks; of two `settings` gets the last level's group as comm.
 
     Raises:
         TypeError: A number of steps is no whole number.
         ValueError: There are not two levels, or they do not fit each other or `comm`.
     """
     if callable(sync_every) or not isinstance(sync_every, Sequence):
-        return None, sync_every
+        return Boundaries(compression), sync_every
     if len(sync_every) != 2 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in sync_every):
         raise ValueError(f"sync_every is {sync_every!r}, expected a number or two pairs of a group and a number")
     if settings.get("comm") is not None:
@@ -50,36 +37,73 @@ def two_levels(sync_every: Every | Levels, settings: Settings) -> tuple[Inner | 
     if seldom % often:
         raise ValueError(f"sync_every has {often} and {seldom} steps, expected a multiple of {often} as the last one")
     settings["comm"] = everybody
-    return Inner(group, often, seldom // often), seldom
+    return TwoLevels(compression, group, often, seldom // often), seldom
 
 
-class Near:
-    """Small group of this rank: means by weight. met: their number since the last boundary among all ranks."""
+class TwoLevels(Boundaries):
+    """Means by weight in this rank's small group besides; after `times` of them comes a boundary among all ranks."""
 
-    def __init__(self, inner: Inner, everybody: Communicator, what: str, *, native: bool) -> None:
-        self.comm, self.times, self.met = as_communicator(inner.group), inner.times, 0
-        self.block = Block(inner.every)
-        _refuse_gaps(self.comm, everybody)
-        self.averaging = Averaging(self.comm, f"{what} in its group", native=native)
+    two_levels = True
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a boundary among all ranks comes next."""
-        return self.met >= self.times
+    def __init__(self, compression: Compression, group: Any, every: int, times: int) -> None:
+        super().__init__(compression)
+        self._given, self._times = group, times
+        self._near, self._met = Block(every), 0  # means in the group since the last boundary among all
 
-    def begin(self) -> None:
-        """Starts counting again after a boundary among all ranks."""
-        self.met = 0
-        self.block.end()
+    def facts(self) -> dict[str, Any]:
+        """The group's means besides."""
+        return {**super().facts(), "levels": f"{self._near.every} steps, {self._times} times"}
+
+    def connect(self) -> list[Averaging]:
+        """Makes the exchange within the group besides."""
+        self._group, self.nearest = as_communicator(self._given), self._near
+        _refuse_gaps(self._group, self.comm)
+        self.comms = [self.comm, self._group]
+        self._within = Averaging(self._group, f"{self.what} in its group", native=self._native)
+        return super().connect()
+
+    def count(self, weight: float) -> None:
+        """Counts a step; runs a boundary within the small group, or among all ranks, where one is due."""
+        self.block.count(weight)
+        if self._near.count(weight):
+            self._meet(finished=False)
+        if self._met >= self._times:
+            self._sync_all()
+
+    def end(self, *, most: int | None) -> None:
+        """Averages within the group until all its ranks have finished, then ends among all."""
+        while unfinished := self._meet(finished=True):
+            if most is not None:
+                self.refuse_undrained(unfinished)
+            if self._met >= self._times:
+                self._sync_all()
+        self._met = 0
+        super().end(most=most)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, as plain numbers."""
-        return {"met": self.met, "block": self.block.state_dict()}
+        """Position between two means of the group besides."""
+        return {**super().state_dict(), "near": {"met": self._met, "block": self._near.state_dict()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the counters."""
-        self.met = state["met"]
-        self.block.load_state_dict(state["block"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores that position besides."""
+        super().load_state_dict(state)
+        self._met = state["near"]["met"]
+        self._near.load_state_dict(state["near"]["block"])
+
+    def _sync_all(self) -> None:
+        super()._sync_all()
+        self._met = 0
+
+    def _meet(self, *, finished: bool) -> int:
+        """Averages within this rank's small group; returns how many of its ranks had not finished."""
+        self.owner.check_exchange()
+        xs = [part.gather() for part in self.parts]
+        arrived = self._within.now(xs, self.own_weight(self._near), finished=finished)
+        refuse_nonfinite(self.parts, arrived.means, self._group, f"{self.what} in its group")
+        self.put(arrived.means or xs)
+        self._near.end()
+        self._met += 1
+        return arrived.unfinished
 
 
 def _refuse_gaps(group: Communicator, everybody: Communicator) -> None:

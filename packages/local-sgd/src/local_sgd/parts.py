@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,16 +14,12 @@ from local_sgd.rule import Part
 
 
 def parts_of(
-    groups: Sequence[Mapping[str, object]],
-    trained: Mapping[str, Tensor],
-    nbytes: int | None,
-    device: torch.device | None,
+    groups: Sequence[Mapping[str, object]], names: Mapping[int, str], nbytes: int | None, device: torch.device | None
 ) -> list[Part]:
-    """Cuts all trained parameters into parts of at most `nbytes` each; a larger tensor is a part by itself.
+    """Cuts the parameters that have a name into parts of at most `nbytes` each; a larger tensor is a part by itself.
 
-    device: where vectors live, default the parameters'.
+    names: by the parameter's id. device: where vectors live, default the parameters'.
     """
-    names = {id(p): name for name, p in trained.items()}
     parts = []
     for position, group in enumerate(groups):
         members = [p for p in group["params"] if id(p) in names]  # type: ignore[attr-defined]
@@ -39,12 +34,6 @@ def by_name(parts: Sequence[Part], flats: Sequence[Tensor]) -> dict[str, Tensor]
     return {name: view for part, flat in zip(parts, flats, strict=True) for name, view in part.by_name(flat).items()}
 
 
-def copy_by_name(tensors: Mapping[str, Tensor], part: Part, flat: Tensor) -> None:
-    """Copies tensors by parameter into a vector of a part."""
-    for name, view in part.by_name(flat).items():
-        view.copy_(tensors[name])
-
-
 def refuse_other_shapes(what: str, tensors: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
     """Raises ValueError for saved tensors that are not one for each parameter, in its shape."""
     saved = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -56,21 +45,6 @@ def refuse_other_shapes(what: str, tensors: Mapping[str, Tensor], parts: Sequenc
 def digest(named: Mapping[str, Tensor]) -> int:
     """Hash of all bits of the parameters, in the order of their names."""
     return int(hash_bits(torch.stack([hash_bits(named[name]).cpu() for name in sorted(named)])))
-
-
-@contextmanager
-def shown(parts: Sequence[Part], models: Sequence[Tensor]) -> Iterator[None]:
-    """Puts `models`, one for each part, into the parameters inside the block; then their own values, bit for bit."""
-    tensors = [tensor for part in parts for tensor in part.tensors]
-    own = [tensor.detach().clone() for tensor in tensors]
-    try:
-        for part, model in zip(parts, models, strict=True):
-            part.show(model)
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, own, strict=True):
-                tensor.copy_(value)
 
 
 def _part(names: list[str], tensors: list[Tensor], bucket: Bucket, group: int, device: torch.device | None) -> Part:

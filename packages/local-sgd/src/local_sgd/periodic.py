@@ -10,17 +10,15 @@ from functools import partial
 from typing import Any, Self, Unpack
 
 from communicators import Stats, as_communicator
-from replicas import Buffers, Wrapping
+from replicas import Buffers, Wrapping, restored
 from torch import nn
 from torch.optim import Optimizer
 
-from local_sgd import saved
 from local_sgd.averaging import Averaging
-from local_sgd.block import Block, Every
-from local_sgd.driver import Boundaries, Driver
-from local_sgd.parts import shown
+from local_sgd.driver import Block, Boundaries, Driver
+from local_sgd.parts import digest
 from local_sgd.rule import Rule
-from local_sgd.settings import Settings, check_settings, number
+from local_sgd.settings import Every, Settings, check_settings, number
 
 
 class PeriodicAveraging(Wrapping):
@@ -68,7 +66,10 @@ class PeriodicAveraging(Wrapping):
             finite.
     """
 
-    advice = saved.ANEW
+    advice = (
+        "call drain() before state_dict(), and any rank's state and model may be loaded at any number of ranks; or "
+        "start from a plain checkpoint of the model, made inside averaged_model(), with a new optimizer"
+    )
     instead_of_ddp = "; DDP inside each node alone, by process_group= of its ranks, is as it should be"
     instead_of_shards = "to average them shard by shard is not supported: give whole parameters, as a plain module has"
 
@@ -83,14 +84,14 @@ class PeriodicAveraging(Wrapping):
     ) -> None:
         what = type(rule if type(self) is PeriodicAveraging else self).__name__
         check_settings(settings, what, type(self))
-        model, named = settings.get("model"), None
-        if model is not None:
-            named = model.named_parameters()
         self.rule, self._driver, self._block = rule, driver or Boundaries(), Block(sync_every)
+        self._model = model = settings.get("model")
+        named = None if model is None else model.named_parameters()
         super().__init__(optimizer, named, settings.get("comm"), model=model, what=what)
         buffers = Buffers(model, settings.get("buffers", "keep"), self.comm, what)
-        self._model, self._weighted = model, bool(settings.get("weighted"))
-        self._refuse_native(bool(settings.get("native")))
+        self._weighted = bool(settings.get("weighted"))
+        if settings.get("native"):
+            self._refuse_native()
         if rule.needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
             raise ValueError(f"{what} counts in learning rates, but parameter groups {lacking} have no 'lr'")
         rule.prepare(self.comm.size)
@@ -113,9 +114,9 @@ class PeriodicAveraging(Wrapping):
 
     @sync_every.setter
     def sync_every(self, every: Every) -> None:
-        if self._driver.near is not None:
+        if self._driver.two_levels:
             raise ValueError("sync_every of two levels stays as it is: drain(), and make another optimizer")
-        self._block.every = every
+        self._block.every = Block(every).every
 
     @property
     def hidden_fraction(self) -> float | None:
@@ -124,25 +125,24 @@ class PeriodicAveraging(Wrapping):
         1 where every exchange is over before its mean is applied: at the next boundary, or in `StreamingDiLoCo` `delay`
         steps later. 0 where it is waited for at once: by algorithms that do not overlap, and with a delay of 0.
         """
-        waited, under_way = Averaging.seconds(self._driver.averagings)
-        return max(0.0, 1.0 - waited / under_way) if under_way > 0 else None
+        stats = self.stats()
+        return stats["seconds_hidden"] / stats["seconds_exchanging"] if stats["seconds_exchanging"] > 0 else None
 
     def stats(self) -> Stats:
         """Cost and savings of training on this rank since this optimizer was made; exchanges nothing.
 
         Returns:
-            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
-
-            - boundaries: Number of boundaries so far.
-            - bytes_sent: Over `comm`, also by others that use it, and over its small group if there are two levels.
+            Plain numbers for any logger, as `communicators.Stats` describes them, and "boundaries", their number so
+            far. Bytes are those over `comm`, also by others that use it, and over the small group of two levels.
         """
-        taken, size = self._block.steps - self._steps_before, self.comm.size
+        block, size = self._block, self.comm.size
         nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
-        counted = {"steps": self._block.steps, "boundaries": self._block.boundaries}
-        sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": taken * (2 * nbytes * (size - 1) // size)}
+        dense = (block.steps - self._steps_before) * (2 * nbytes * (size - 1) // size)
+        sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": dense}
         waited, under_way = Averaging.seconds(self._driver.averagings)
-        hidden = {"seconds_hidden": max(0.0, under_way - waited)}
-        return Stats({**counted, **sent, "seconds_exchanging": under_way, "seconds_waited": waited, **hidden})
+        seconds = {"seconds_exchanging": under_way, "seconds_waited": waited}
+        hidden = max(0.0, under_way - waited)
+        return Stats(steps=block.steps, boundaries=block.boundaries, **sent, **seconds, seconds_hidden=hidden)
 
     def __repr__(self) -> str:
         """Settings, and the wrapped optimizer's."""
@@ -175,8 +175,7 @@ class PeriodicAveraging(Wrapping):
 
         All ranks call it at the same point. A rank that has fewer blocks than others calls `finish`.
         """
-        self._refuse_unseen()
-        self._driver.end(most=1)
+        self._end(most=1)
 
     def finish(self) -> None:
         """Ends this rank's steps: takes part in the others' boundaries until all have finished; then acts as `drain`.
@@ -184,8 +183,7 @@ class PeriodicAveraging(Wrapping):
         Ranks may come with different numbers of steps. After its last block a rank that has finished is left out of the
         means, and follows the others. Training may go on afterwards.
         """
-        self._refuse_unseen()
-        self._driver.end(most=None)
+        self._end(most=None)
 
     def __enter__(self) -> Self:
         return self
@@ -221,8 +219,10 @@ class PeriodicAveraging(Wrapping):
         """
         self._refuse_shown("averaged_model()")
         comm = self.comm if comm is None else as_communicator(comm)
-        models = self._driver.models(comm)
-        with self._driver.buffers.shared(comm), shown(self._driver.parts, models):
+        parts, models = self._driver.parts, self._driver.models(comm)
+        with self._driver.buffers.shared(comm), restored([p for part in parts for p in part.tensors]):
+            for part, model in zip(parts, models, strict=True):
+                part.bucket.scatter(model, part.tensors)  # for a while only: rounding errors are forgotten
             self._showing = True
             try:
                 yield self._model
@@ -238,7 +238,7 @@ class PeriodicAveraging(Wrapping):
         """
         self._refuse_shown("state_dict()")
         self._refuse_other_parameters()
-        own = saved.state_of(self._driver)
+        own = self._driver.state_dict()
         self.end_steps()
         return self.state_with(own, stepped=self._block.steps > 0)
 
@@ -260,24 +260,22 @@ class PeriodicAveraging(Wrapping):
                 number of ranks; or, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
         self._refuse_shown("load_state_dict()")
-        needs = (*saved.NEEDS, *self._driver.needs())
-        wrapped, own = self.parts_of_state(state_dict, needs, anyones="drained")
-        saved.check(self._driver, own)
+        wrapped, own = self.parts_of_state(state_dict, self._driver.needs, anyones="drained")
+        self._driver.check(own)
         self.wait()  # an error of what is under way is raised before anything is changed
         taken = self._block.steps - self._steps_before
         self.optimizer.load_state_dict(wrapped)
-        saved.load(self._driver, own)
+        self._driver.load_state_dict(own)
         self._steps_before, self._expected = self._block.steps - taken, own["parameters"]
 
     @property
     def _sent(self) -> int:
-        near = self._driver.near
-        return self.comm.bytes_sent + (0 if near is None else near.comm.bytes_sent)
+        return sum(comm.bytes_sent for comm in self._driver.comms)
 
-    def _refuse_native(self, native: bool) -> None:
-        if native and self.rule.overlaps:
+    def _refuse_native(self) -> None:
+        if self.rule.overlaps or self._driver.overlaps:
             raise ValueError(f"native=True waits for the transport, but {self.what} goes on meanwhile: leave it out")
-        if native and self._driver.compression:
+        if self._driver.compression:
             raise ValueError(
                 f"native=True is the transport's sum, and compress={self._driver.compression!r} another: leave one out"
             )
@@ -299,16 +297,16 @@ class PeriodicAveraging(Wrapping):
                 f"{what} inside averaged_model(), where the parameters are not this rank's: leave it first"
             )
 
-    def _refuse_unseen(self) -> None:
+    def _end(self, *, most: int | None) -> None:
         self._refuse_shown("drain() and finish()")
         if self._unseen:
             raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
         self._driver.depart()
+        self._driver.end(most=most)
 
     def _warn_unseen(self) -> None:
         """Warns once, where a boundary would have been."""
-        block = self._block if self._driver.near is None else self._driver.near.block
-        if self._unseen >= max(2, block.length) and not self._warned:
+        if self._unseen >= max(2, self._driver.nearest.length) and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self._unseen} steps of {self.what} since the last average(), which counts them: ranks exchange "
@@ -318,9 +316,12 @@ class PeriodicAveraging(Wrapping):
 
     def _refuse_other_parameters(self) -> None:
         """Checks the parameters the first time after a state was loaded."""
-        if self._expected is not None:
-            saved.refuse_other_parameters(self._expected, self.trained)
-            self._expected = None
+        if self._expected not in (None, digest(self.trained)):
+            raise RuntimeError(
+                "the parameters are not those that the loaded state was saved with: load this rank's own "
+                "model.state_dict(), saved at the same point, after the optimizer was made (which copies rank 0's)"
+            )
+        self._expected = None
 
 
 def _departs(wrapper: weakref.ref[PeriodicAveraging], *_: Any) -> None:

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from communicators import CollectiveError, Communicator
 from torch import Tensor
 
 from local_sgd.averaging import Averaging
-from local_sgd.driver import Driver
+from local_sgd.driver import NEEDS, Driver
 from local_sgd.outer import OuterStep
 from local_sgd.settings import Settings
 
+MakeRounds: TypeAlias = Callable[[list[Tensor], Communicator], Any]
+"""allreduce(like, comm): makes the rounds of tensors of these sizes, on all ranks, such as a `PartialAllreduce`.
 
-class Rounds(Protocol):
-    """Sums of the ranks' contributions, in rounds that every rank gets once, in order, bit for bit; nothing is lost.
+Rounds sum what ranks contribute; every rank gets every round once, in order, bit for bit, and nothing is lost:
 
-    `partial_collectives.PartialAllreduce` is one. A round, alike on all ranks, such as `PartialResult`, has `total`,
-    the sum of the contributions, weights included; `weight`, the sum of the weights; `round`, its number; `nonfinite`,
-    the ranks that contributed NaN or inf.
-    """
+- allreduce(tensors, weight=…) contributes weight · tensors; returns the rounds that are over, at least one;
+- synchronize() meets all ranks that have more to contribute; returns the rounds until then;
+- finish() ends this rank's contributions; returns the remaining rounds; close() closes, together with all others;
+- __exit__(kind, error, trace) tells the others of an error;
+- state_dict() gives contributions in no round yet, rounds that were not returned, and the position in the rounds;
+  load_state_dict(state), which all ranks call, restores it.
 
-    def allreduce(self, tensor: Sequence[Tensor], /, *, weight: float = 1.0) -> Iterable[Any]:
-        """Contributes weight · tensor; returns the rounds that are over, at least one."""
-
-    def synchronize(self) -> Iterable[Any]:
-        """Meets all ranks that have more to contribute; returns the rounds until then."""
-
-    def finish(self) -> Iterable[Any]:
-        """Ends this rank's contributions; returns the remaining rounds."""
-
-    def close(self) -> None:
-        """Closes, together with all other ranks."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        """Tells the others of an error."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Contributions in no round yet, rounds that were not returned, and the position in the rounds."""
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Restores a state; all ranks call it."""
-
-
-MakeRounds: TypeAlias = Callable[[list[Tensor], Communicator], Rounds]
-"""allreduce(like, comm): makes rounds for tensors of these sizes, on all ranks."""
+A round, alike on all ranks, such as `PartialResult`, has `total`, the sum of the contributions, weights included;
+`weight`, the sum of the weights; `round`, its number; `nonfinite`, the ranks that contributed NaN or inf.
+"""
 
 
 class OuterRounds(Driver):
@@ -62,8 +41,9 @@ class OuterRounds(Driver):
     """
 
     rule: OuterStep
+    needs = (*NEEDS, "outer", "rounds")
 
-    def __init__(self, make: Any, settings: Settings, *, levels: bool) -> None:
+    def __init__(self, make: MakeRounds | Any, settings: Settings, *, levels: bool) -> None:
         super().__init__()
         if not callable(make):
             raise TypeError(
@@ -77,8 +57,7 @@ class OuterRounds(Driver):
             raise ValueError(
                 f"{', '.join(waits)}: all ranks wait for each other there, which rounds do not: leave it out"
             )
-        self._make: MakeRounds = make
-        self._ended = False
+        self._make, self._ended = make, False
 
     def connect(self) -> list[Averaging]:
         """Begins the outer optimizer, and makes the rounds."""
@@ -91,13 +70,13 @@ class OuterRounds(Driver):
         """Counts a step; contributes the change of a block that has ended."""
         if self.block.count(weight):
             self.next_boundary()
-            self._give(self.own_weight())
+            self._give(self.own_weight(self.block))
             self.block.end()
 
     def end(self, *, most: int | None) -> None:
         """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
         self.next_boundary()
-        if weight := self.own_weight():
+        if weight := self.own_weight(self.block):
             self._give(weight)
         if most is not None:
             self._apply(self._rounds.synchronize())
@@ -128,17 +107,19 @@ class OuterRounds(Driver):
         """Tells the other ranks of an error."""
         self._rounds.__exit__(type(error), error, error.__traceback__)
 
-    def needs(self) -> tuple[str, ...]:
-        """Keys of `state_dict`."""
-        return (*super().needs(), "rounds")
-
     def state_dict(self) -> dict[str, Any]:
-        """State of the rounds, and of the outer optimizer."""
-        return {"rounds": self._rounds.state_dict(), **super().state_dict()}
+        """State of the rounds, and of the outer optimizer, besides."""
+        return {"rounds": self._rounds.state_dict(), **super().state_dict(), **self.rule.state_dict()}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Checks the outer optimizer's state besides."""
+        super().check(state)
+        self.rule.check(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the outer optimizer, and the rounds; nothing is in those of a drained state."""
+        """Restores the outer optimizer besides, and the rounds; nothing is in those of a drained state."""
         super().load_state_dict(state)
+        self.rule.load_state_dict(state)
         if not state["drained"]:
             self._rounds.load_state_dict(state["rounds"])
 
@@ -159,5 +140,4 @@ class OuterRounds(Driver):
             totals = [one.total] if isinstance(one.total, Tensor) else one.total
             deltas = [(t / divisor).to(part["anchor"].device) for part, t in zip(self.parts, totals, strict=True)]
             self.rule.step(self.parts, deltas)
-        for part in self.parts:
-            part.put(part["anchor"])
+        self.put(part["anchor"] for part in self.parts)

@@ -47,13 +47,9 @@ class Part:
 
     def put(self, x: Tensor) -> None:
         """Copies x into the parameters."""
-        self.show(x)
+        self.bucket.scatter(x, self.tensors)
         if self.remainder is not None:
             self.remainder = x - self.bucket.gather(self.tensors)
-
-    def show(self, x: Tensor) -> None:
-        """Copies x into the parameters for a while only: its rounding error is forgotten."""
-        self.bucket.scatter(x, self.tensors)
 
     def draft(self) -> Part:
         """Copies the part with its state, which may then be changed without consequence."""
@@ -62,6 +58,10 @@ class Part:
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a vector, by parameter."""
         return dict(zip(self.names, self.bucket.views(flat), strict=True))
+
+    def flat_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Vector of tensors by parameter; the others are left aside."""
+        return self.bucket.gather([tensors[name] for name in self.names])
 
 
 class Rule:
@@ -92,6 +92,11 @@ class Rule:
     overlaps: ClassVar[bool] = False
     mean_is_model: ClassVar[bool] = False
     needs_rate: ClassVar[bool] = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of all state of a part."""
+        return self.anchors + self.momenta
 
     def prepare(self, size: int) -> None:
         """Fills in settings that depend on the number of ranks.

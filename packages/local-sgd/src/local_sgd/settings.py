@@ -6,10 +6,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import nn
+
+Every: TypeAlias = int | Callable[[int], int]
+"""τ, or a function that gives it from the number of steps before the block."""
 
 
 class Settings(TypedDict, total=False):

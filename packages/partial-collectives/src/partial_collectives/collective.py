@@ -19,18 +19,16 @@ _HEADER = struct.Struct("<BBBdqBdq")
 def partial_round(
     header: Header, tensors: Sequence[Tensor] | None, like: Sequence[Tensor], rank: int, size: int
 ) -> Schedule[tuple[list[Header], list[Tensor]]]:
-    """All headers in rank order, and the sums over ranks, the same bits on all of them.
+    """All headers in rank order, and the sums over ranks, the same bits on all of them; none where nobody contributes.
 
-    tensors: 1-D, what this rank brings; None is zeros. like: of the same sizes and dtypes. Where nobody contributes
-    nothing is sent, and there are no sums.
+    tensors: 1-D, what this rank brings; None is zeros. like: of the same sizes and dtypes.
     """
     blocks = yield from schedules.allgather_blocks(packed(header), [_HEADER.size] * size, rank, size)
     headers = [unpacked(block) for block in blocks]
     if not any(header.contributes for header in headers):
         return headers, []
     totals = []
-    for number, one in enumerate(like):
-        own = torch.zeros_like(one) if tensors is None else tensors[number]
+    for own in tensors or map(torch.zeros_like, like):
         totals.append((yield from schedules.allreduce(own, rank, size)))
     return headers, totals
 
@@ -55,19 +53,13 @@ def recovery(
         raise CollectiveError(f"ranks have ended {sorted(counts)} rounds, expected the same or one less")
     if min(counts) == most:
         return None
-    ahead = last if ended == most else None
-    source = counts.index(most)
-    own = (
-        torch.zeros(ranks * _HEADER.size, dtype=torch.uint8)
-        if ahead is None
-        else torch.cat(list(map(packed, ahead[0])))
-    )
-    together = yield from schedules.broadcast(own, rank, size, source)
+    source, nothing = counts.index(most), ([Header(Stage.GONE)] * ranks, list(map(torch.zeros_like, like)))
+    headers, sums = last if last is not None and ended == most else nothing
+    together = yield from schedules.broadcast(torch.cat(list(map(packed, headers))), rank, size, source)
     headers = [unpacked(block) for block in torch.split(together, _HEADER.size)]
     totals = []
-    for number_, one in enumerate(like if any(header.contributes for header in headers) else ()):
-        mine = torch.zeros_like(one) if ahead is None else ahead[1][number_]
-        totals.append((yield from schedules.broadcast(mine, rank, size, source)).clone())
+    for own in sums if any(header.contributes for header in headers) else ():
+        totals.append((yield from schedules.broadcast(own, rank, size, source)).clone())
     return None if ended == most else (headers, totals)
 
 

@@ -153,11 +153,10 @@ class EagerSGD(Wrapping):
         self._rounds.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state and, as "distributed", what is under way.
+        """The wrapped optimizer's state and, as "distributed", what is under way; take it after `synchronize()`.
 
         That is this rank's gradients that are in no round yet, rounds that were not applied yet, where the rounds
-        stand, and the scheduler's state. It differs between ranks: each saves its own. Take it after `synchronize()`,
-        on all ranks.
+        stand, and the scheduler's state. It differs between ranks: each saves its own.
         """
         own = {
             "rounds": self._rounds.state_dict(),
@@ -216,13 +215,7 @@ class EagerSGD(Wrapping):
             self.gradients += result.deposits
             if self._weighted and not result.weight:  # on all ranks: there is nothing to take a mean of
                 continue
-            if self._known is not None and self.comm.size > 1:
-                refuse_changed(self.optimizer, self._known)
-            self._put(result)
-            self.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
-            self.applied, self._known = self.applied + 1, settings_of(self.optimizer)
+            self._step(result)
 
     def _meet(self, *, finished: bool) -> bool:
         """Meets all ranks that have steps, and all others too where buffers are shared; whether all have finished."""
@@ -241,6 +234,15 @@ class EagerSGD(Wrapping):
         if weight is None and self._weighted:
             raise ValueError("step() of a weighted EagerSGD: give the step's weight, such as step(weight=len(batch))")
         return 1.0 if weight is None else weight
+
+    def _step(self, result: PartialResult) -> None:
+        if self._known is not None and self.comm.size > 1:
+            refuse_changed(self.optimizer, self._known)
+        self._put(result)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.applied, self._known = self.applied + 1, settings_of(self.optimizer)
 
     def _put(self, result: PartialResult) -> None:
         """Puts the mean into p.grad, which is made where there is none."""

@@ -209,13 +209,12 @@ class PartialAllreduce:
         if machine.over:
             yield from self._taken()
             return
-        met = machine.meetings
+        meeting = machine.meetings + 1 if stage is Stage.PAUSED else None
         rounds.rest(stage)
 
         def over() -> bool:
-            return machine.over or (stage is Stage.PAUSED and machine.meetings > met)
+            return machine.over or (meeting is not None and machine.meetings >= meeting)
 
-        meeting = met + 1 if stage is Stage.PAUSED else None
         while not over():
             yield from self._taken(meeting)
             rounds.wait(lambda: bool(rounds.results) or over())

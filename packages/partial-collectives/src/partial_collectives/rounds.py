@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-from communicators import Attempt, CollectiveError, Communicator, Schedule, start
+from communicators import Attempt, CollectiveError, Communicator, Schedule, Work, start
 from torch import Tensor
 
 from partial_collectives.collective import Ended, partial_round, recovery
@@ -39,38 +39,6 @@ class Between(IntEnum):
     LIVES = 6
     LIVE = 7
     CLOSES = 8
-
-
-class Together(Attempt):
-    """A round's collective as a call of all ranks of the communicator, which waits for slow ones.
-
-    A death fails it on all ranks alike.
-    """
-
-    lost = None
-
-    def __init__(self, schedule: Schedule[Any], comm: Communicator, facts: str) -> None:
-        self._value: Any = None
-        self._work = start(self._kept(schedule), comm, facts=facts, timeout=math.inf)
-
-    @property
-    def value(self) -> Any:
-        return self._value
-
-    @property
-    def error(self) -> CollectiveError | None:
-        """Error of the call, the same on all ranks; None while it has not failed."""
-        return self._work.error
-
-    def when_over(self, callback: Callable[[], None]) -> None:
-        self._work.when_over(callback)
-
-    def cancel(self) -> None:
-        """Raises NotImplementedError: all ranks make the communicator's calls, and none can leave one alone."""
-        raise NotImplementedError("a call of all ranks cannot be left by one")
-
-    def _kept(self, schedule: Schedule[Any]) -> Schedule[None]:
-        self._value = yield from schedule
 
 
 class PartialRounds:
@@ -101,7 +69,8 @@ class PartialRounds:
         self._comm, self._facts, self._seconds_of_grace = comm, facts, seconds_of_grace
         self._lock = threading.RLock()
         self._shrinks, self._left_out = shrinks, ""
-        self._collective: Attempt | None = None
+        self._collective: Attempt | Work[Any] | None = None  # a call of all ranks, unless others go on without some
+        self._value: Any = None  # of the last collective that is over
         self._number = 0  # of this rank's collectives, so that what one says is not taken for the next one's word
         self._brought: Deposits | None = None  # to the round under way
         self._last: Ended | None = None  # which those may lack that have not ended it when another rank dies
@@ -185,10 +154,9 @@ class PartialRounds:
     def restore(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
         """Restores what `state` gave, before the first round. joins: a peer's state, whose deposits stay there."""
         with self._lock:
-            if joins:
-                self.machine.restore({**state["machine"], "holds": False, "stage": Stage.RUNNING})
-            else:
-                self.machine.restore(state["machine"])
+            peers = {"holds": False, "stage": Stage.RUNNING} if joins else {}
+            self.machine.restore({**state["machine"], **peers})
+            if not joins:
                 self.deposits.restore(state["deposits"])
             self.results = deque(PartialResult(**result) for result in state["results"])
 
@@ -215,7 +183,7 @@ class PartialRounds:
             elif isinstance(action, Join):
                 self._join(action)
             elif isinstance(action, Recover):
-                self._recover(action)
+                self._recover()
             elif isinstance(action, LeftOut):
                 self._left_out = f"rank {self._comm.rank} was left out: others have lost the connection to it"
             elif self._graced != action.round:
@@ -227,50 +195,50 @@ class PartialRounds:
         late, late_round = self._arrivals.began(join.round, self.began[-1], fresh=join.fresh)
         taken = self._brought = self.deposits
         self.deposits = Deposits(taken.like)
-        header = Header(
-            join.stage, join.contributes, join.fresh, taken.weight, taken.count, taken.finite, late, late_round
-        )
-        position, size = self._position()
-        schedule = partial_round(header, taken.tensors, taken.like, position, size)
-        self._begin(schedule, f"round {join.round}")
+        brings = (taken.weight, taken.count, taken.finite)
+        header = Header(join.stage, join.contributes, join.fresh, *brings, late, late_round)
+        self._begin(partial(partial_round, header, taken.tensors, taken.like), f"round {join.round}")
 
     def _abandon(self) -> None:
         """Cancels the collective under way, whose end is of no use to this rank any more."""
-        if self._collective is not None:
+        if isinstance(self._collective, Attempt):
             self._collective.cancel()
 
-    def _recover(self, recover: Recover) -> None:
+    def _recover(self) -> None:
         self._abandon()
-        (position, size), ended = self._position(), self.machine.round
-        self._begin(recovery(ended, self._last, self._comm.size, self.deposits.like, position, size), "what is over")
+        last, ranks, like = self._last, self._comm.size, self.deposits.like
+        self._begin(partial(recovery, self.machine.round, last, ranks, like), "what is over")
 
-    def _position(self) -> tuple[int, int]:
-        """Position of this rank among those that are left, and their number."""
-        return sorted(self.machine.members).index(self._comm.rank), len(self.machine.members)
-
-    def _begin(self, schedule: Schedule[Any], what: str) -> None:
+    def _begin(self, make: Callable[[int, int], Schedule[Any]], what: str) -> None:
+        """Begins a collective among the ranks that are left; make: gives the schedule of a position among so many."""
         members = sorted(self.machine.members)
         self._number += 1
+        told = self._kept(make(members.index(self._comm.rank), len(members)), self._number)
         if self._data is None:
-            self._collective = self._signals.attempt(schedule, members, facts=f"{self._facts}: {what} of {members}")
-        else:
-            self._collective = Together(schedule, self._data, self._facts)
+            self._collective = self._signals.attempt(told, members, facts=f"{self._facts}: {what} of {members}")
+        else:  # slow ranks are waited for, and a death fails it on all ranks alike
+            self._collective = start(told, self._data, facts=self._facts, timeout=math.inf)
         self._collective.when_over(partial(self._tell_over, self._number))
+
+    def _kept(self, schedule: Schedule[Any], number: int) -> Schedule[None]:
+        result = yield from schedule
+        if number == self._number:
+            self._value = result
 
     def _tell_over(self, number: int) -> None:
         with suppress(CollectiveError):  # they have failed already
             self._signals.send(self._comm.rank, KINDS * number + Between.OVER)
 
     def _collective_over(self) -> None:
-        collective = cast(Attempt, self._collective)
-        if collective.lost is not None:
+        collective = self._collective
+        if isinstance(collective, Attempt) and collective.lost is not None:
             self._do(self.machine.gone(collective.lost))
-        elif collective.error is not None:
+        elif collective is not None and collective.error is not None:
             raise CollectiveError(str(collective.error)) from collective.error
         elif not self.machine.recovering:
-            self._end_round(self._of_all(*collective.value), self.machine.completed)
-        elif collective.value is not None:
-            self._end_round(collective.value, self.machine.recovered)
+            self._end_round(self._of_all(*self._value), self.machine.completed)
+        elif self._value is not None:
+            self._end_round(self._value, self.machine.recovered)
         else:
             if self.machine.joined and self._brought is not None:
                 self.deposits.put_back(self._brought)

@@ -1,16 +1,9 @@
 """Base class of optimizers that wrap another one on several ranks; checks that ranks hold the same; gathered states."""
 
-from replicas.averaging import Buffers, average_tensors, broadcast_parameters, broadcast_tensors
+from replicas.averaging import Buffers, average_tensors, broadcast_parameters, broadcast_tensors, restored
 from replicas.parameters import check_named_parameters
 from replicas.process_group import default_group
-from replicas.states import (
-    STATE_KEY,
-    check_saved_by,
-    gathered_state,
-    saved_by,
-    state_of_rank,
-    states_of_ranks,
-)
+from replicas.states import STATE_KEY, check_saved_by, gathered_state, saved_by, state_of_rank, states_of_ranks
 from replicas.unlike import hash_bits, refuse_unlike
 from replicas.version import __version__
 from replicas.wrapped_state import check_loaded, foreseen_state, saved_optimizer
@@ -32,6 +25,7 @@ __all__ = [
     "gathered_state",
     "hash_bits",
     "refuse_unlike",
+    "restored",
     "saved_by",
     "saved_optimizer",
     "state_of_rank",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from communicators import Bucket, CollectiveError, Communicator, Schedule, buckets_of, run, schedules
+from communicators import CollectiveError, Communicator, buckets_of, run, schedules
 from torch import Tensor, nn
 
 
@@ -23,10 +23,7 @@ def average_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: str
     Raises:
         CollectiveError: Ranks differ in facts or sizes.
     """
-    for bucket in buckets_of(tensors):
-        bucket = replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
-        mean = _run(schedules.allreduce, bucket, tensors, comm, f"{facts}, mean").div_(comm.size)
-        bucket.scatter(mean, tensors)
+    _replace(tensors, comm, f"{facts}, mean", averages=True)
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: str) -> None:
@@ -40,8 +37,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: s
     Raises:
         CollectiveError: Ranks differ in facts or sizes.
     """
-    for bucket in buckets_of(tensors):
-        bucket.scatter(_run(schedules.broadcast, bucket, tensors, comm, f"{facts}, rank 0's"), tensors)
+    _replace(tensors, comm, f"{facts}, rank 0's", averages=False)
 
 
 def broadcast_parameters(named: Mapping[str, Tensor], comm: Communicator, *, what: str, settings: str) -> None:
@@ -54,8 +50,7 @@ def broadcast_parameters(named: Mapping[str, Tensor], comm: Communicator, *, wha
         settings: Text of the settings that ranks must share.
 
     Raises:
-        CollectiveError: On all ranks, where one has other settings, or parameters of other names, shapes, dtypes or
-            order.
+        CollectiveError: On all ranks: one has other settings, or parameters of other names, shapes, dtypes or order.
     """
     listed = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named.items()]
     elements, crc = sum(p.numel() for p in named.values()), zlib.crc32(";".join(listed).encode())
@@ -103,40 +98,49 @@ class Buffers:
         Args:
             comm: The same ranks, or another communicator of them.
         """
-        buffers = self._all()
-        own = [buffer.clone() for buffer in buffers]
-        try:
+        with restored(list(self._named().values())):
             self._share(comm)
             yield
-        finally:
-            for buffer, value in zip(buffers, own, strict=True):
-                buffer.copy_(value)
 
     def _share(self, comm: Communicator) -> None:
-        buffers = [buffer for buffer in self._all() if buffer.numel()]
-        averaged = [b for b in buffers if b.is_floating_point() and self._policy != "broadcast"]
-        copied = [b for b in buffers if not any(b is one for one in averaged)]
+        """Averages, or copies rank 0's; NaN is an error alike on every rank: they hold the same; -inf may be a mask."""
+        named = {name: buffer for name, buffer in self._named().items() if buffer.numel()}
+        averages = self._policy != "broadcast"
+        averaged = {name: buffer for name, buffer in named.items() if averages and buffer.is_floating_point()}
         with torch.no_grad():
-            average_tensors(averaged, comm, facts=f"buffers of {self._what}")
-            self._refuse_nan(averaged)
+            average_tensors(list(averaged.values()), comm, facts=f"buffers of {self._what}")
+            if found := [name for name, buffer in averaged.items() if bool(buffer.isnan().any())]:
+                raise CollectiveError(f"{self._what}: the average of buffers {found} is NaN: one rank's holds NaN")
+            copied = [buffer for name, buffer in named.items() if name not in averaged]
             broadcast_tensors(copied, comm, facts=f"buffers of {self._what}")
 
-    def _refuse_nan(self, averaged: list[Tensor]) -> None:
-        """Raises CollectiveError for NaN, alike on every rank: they hold the same means; -inf may be a mask."""
-        names = {id(b): name for name, b in self._model.named_buffers()} if self._model is not None else {}
-        if found := [names[id(b)] for b in averaged if bool(b.isnan().any())]:
-            raise CollectiveError(f"{self._what}: the average of buffers {found} is NaN: one rank's holds NaN")
-
-    def _all(self) -> list[Tensor]:
-        return [] if self._model is None else list(self._model.buffers())
+    def _named(self) -> dict[str, Tensor]:
+        return {} if self._model is None else dict(self._model.named_buffers())
 
 
-def _run(
-    collective: Callable[[Tensor, int, int], Schedule[Tensor]],
-    bucket: Bucket,
-    tensors: Sequence[Tensor],
-    comm: Communicator,
-    facts: str,
-) -> Tensor:
-    schedule = collective(bucket.gather(tensors), comm.rank, comm.size)
-    return run(schedule, comm, facts=f"{facts} of {bucket.numel} elements, {bucket.dtype}", device=bucket.device)
+@contextmanager
+def restored(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restores the values of tensors, bit for bit, when the block ends.
+
+    Args:
+        tensors: Tensors that may be changed meanwhile.
+    """
+    own = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, own, strict=True):
+                tensor.copy_(value)
+
+
+def _replace(tensors: Sequence[Tensor], comm: Communicator, facts: str, *, averages: bool) -> None:
+    """Replaces tensors by their means, or by rank 0's, bucket by bucket."""
+    collective = schedules.allreduce if averages else schedules.broadcast
+    for bucket in buckets_of(tensors):
+        dtype = torch.promote_types(bucket.dtype, torch.float32) if averages else bucket.dtype
+        bucket = replace(bucket, dtype=dtype)
+        schedule = collective(bucket.gather(tensors), comm.rank, comm.size)
+        said = f"{facts} of {bucket.numel} elements, {dtype}"
+        total = run(schedule, comm, facts=said, device=bucket.device)
+        bucket.scatter(total.div_(comm.size) if averages else total, tensors)

@@ -90,20 +90,17 @@ def _gathered(digest: Tensor, rank: int, size: int) -> Schedule[list[int]]:
 
 
 def _report(hashes: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    first: dict[int, str] = {}  # of each rank that differs
-    counts: Counter[int] = Counter()
+    differing: dict[int, list[str]] = {}  # names of tensors by rank
     for name, column in zip(names, zip(*hashes, strict=True), strict=True):
         value, votes = Counter(column).most_common(1)[0]  # of equals the first, which is the lowest rank's
         if 2 * votes <= len(column):
             value = column[0]
-        for rank, held in enumerate(column):
-            if held != value:
-                first.setdefault(rank, name)
-                counts[rank] += 1
-    more = {r: f" and {counts[r] - 1} more" if counts[r] > 1 else "" for r in first}
-    told = [f"rank {r} in {first[r]!r}{more[r]}" for r in sorted(first)]
+        for rank in (rank for rank, held in enumerate(column) if held != value):
+            differing.setdefault(rank, []).append(name)
+    more = {rank: f" and {len(found) - 1} more" if found[1:] else "" for rank, found in differing.items()}
+    told = [f"rank {rank} in {found[0]!r}{more[rank]}" for rank, found in sorted(differing.items())]
     return (
         f"replicas differ: {', '.join(told)} of {len(names)} tensors, against "
-        f"{'most' if 2 * len(first) < len(hashes) else 'rank 0'} of the {len(hashes)} ranks; something changed them on "
-        "some ranks only, such as a step, a load or an initialisation that the others did not make alike"
+        f"{'most' if 2 * len(differing) < len(hashes) else 'rank 0'} of the {len(hashes)} ranks; something changed "
+        "them on some ranks only, such as a step, a load or an initialisation that the others did not make alike"
     )

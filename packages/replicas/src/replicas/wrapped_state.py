@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -56,13 +58,10 @@ def check_loaded(state: Mapping[str, Any], held: Any) -> dict[str, Any]:
 
 
 def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """The state after a step, made by a copy with parameters of its own; {} where a step takes more than gradients.
+    """Part "state" of the state_dict after a step, taken by a copy; {} where a step takes more than gradients.
 
     Args:
         optimizer: Optimizer, which stays as it is.
-
-    Returns:
-        The part "state" of its state_dict.
     """
     try:
         scratch = copy.deepcopy(optimizer)
@@ -72,17 +71,12 @@ def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:
         scratch.step()
     except Exception:  # one that needs a closure, or cannot be copied: what is not loaded is an error then
         return {}
-    foreseen: dict[Any, Any] = scratch.state_dict()["state"]
-    return foreseen
+    return dict(scratch.state_dict()["state"])
 
 
 def refuse_torch_helpers(what: str) -> None:
     """Raises RuntimeError in get_state_dict and its like, which would leave out what the wrapper `what` keeps."""
-    frame = sys._getframe(1)
-    for _ in range(8):  # torch and learning-rate schedulers wrap step()
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
+    for frame, _ in islice(walk_stack(sys._getframe(2)), 8):  # torch and learning-rate schedulers wrap step()
         if frame.f_globals.get("__name__") == _HELPERS:
             raise RuntimeError(
                 f"{frame.f_code.co_name.lstrip('_')} of {_HELPERS} knows state and param_groups only, and would leave "

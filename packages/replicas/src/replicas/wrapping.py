@@ -6,15 +6,16 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 from communicators import Communicator, as_communicator, run, schedules
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
 from replicas.averaging import broadcast_parameters, broadcast_tensors
-from replicas.parameters import Replaced, named_of, refuse_changes, trained_of
+from replicas.parameters import named_of, trained_of
 from replicas.process_group import refuse_alone, warn_of_ddp
 from replicas.states import STATE_KEY, check_saved_by, gathered_state, saved_by, state_of_rank
 from replicas.unlike import refuse_unlike
@@ -90,7 +91,8 @@ class Wrapping(Optimizer):
         self.optimizer, self.named, self.trained = optimizer, named, trained
         self._share()
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
-        self._replaced, self._apart = Replaced(trained, self.what), _StepsApart(self)
+        self._replaced, self._apart = _Replaced(trained, self.what), [0]
+        weakref.finalize(self, _tell, self._apart, type(self).__name__)
         warn_of_ddp(trained, model, comm, self._comm, owner=self.what, instead=self.instead_of_ddp)
 
     @property
@@ -132,7 +134,7 @@ class Wrapping(Optimizer):
         if all(_is_zero(group.get("lr", 0.0)) for group in self.param_groups):  # as those helpers set it
             refuse_torch_helpers(self.what)
         self._replaced.refuse()
-        self._apart.steps += apart and self._comm.size > 1
+        self._apart[0] += apart and self._comm.size > 1
 
     def check_exchange(self) -> None:
         """Checks, before ranks exchange, that ranks and parameters are those of the beginning.
@@ -143,8 +145,8 @@ class Wrapping(Optimizer):
         """
         self._replaced.refuse()
         if self._given is None and self._comm.size == 1:
-            refuse_alone(f"a {self.what}" if self.what[0] not in "AEIOU" else f"an {self.what}")
-        refuse_changes(self.optimizer, self.named, self.trained, self.what)
+            refuse_alone(self._a_wrapper)
+        self._refuse_changes()
 
     def end_steps(self) -> None:
         """Notes that all ranks hold the same, or that this rank's state was saved.
@@ -152,7 +154,7 @@ class Wrapping(Optimizer):
         Steps that are apart and came since then are logged when this optimizer is collected, or at exit, unless after
         an exception: ranks with as many steps each that forget to finish would part in silence.
         """
-        self._apart.steps = 0
+        self._apart[0] = 0
 
     def state_with(self, own: Mapping[str, Any], *, stepped: bool) -> dict[str, Any]:
         """The wrapped optimizer's state with an own part, for `state_dict`.
@@ -185,8 +187,7 @@ class Wrapping(Optimizer):
         state = state_of_rank(state, rank, size, advice=self.advice)
         if (saved := state.get(STATE_KEY, {})).get(anyones) is True:
             rank, size = saved.get("rank"), saved.get("world_size")
-        of = f"{'an' if self.what[0] in 'AEIOU' else 'a'} {self.what}"
-        own = check_saved_by(state, rank, size, of=of, needs=needs, advice=self.advice)
+        own = check_saved_by(state, rank, size, of=self._a_wrapper, needs=needs, advice=self.advice)
         return check_loaded({key: held for key, held in state.items() if key != STATE_KEY}, own.get("wrapped")), own
 
     def gathered_state_dict(self) -> dict[str, Any]:
@@ -222,6 +223,40 @@ class Wrapping(Optimizer):
             "that there"
         )
 
+    @property
+    def _a_wrapper(self) -> str:
+        return f"{'an' if self.what[0] in 'AEIOU' else 'a'} {self.what}"
+
+    def _refuse_changes(self) -> None:
+        """Raises ValueError where what the optimizer would step is no longer what is exchanged.
+
+        A parameter that is not exchanged would be stepped with the gradient of each rank alone; one that was frozen
+        would still be moved, by the mean of the others' residuals, momentum and weight decay.
+        requires_grad counts, not only a gradient, because ranks that made the same change must all raise.
+        """
+        known = {id(p) for p in self.trained.values()}
+        strangers = [
+            (g, p)
+            for g, group in enumerate(self.optimizer.param_groups)
+            for p in group["params"]
+            if id(p) not in known and p.numel() and (p.requires_grad or p.grad is not None)
+        ]
+        remedy = (
+            f"before the next backward make a new {self.what} of the wrapped one, optimizer.optimizer, on every "
+            "rank: that one's state stays, what was kept beside it begins anew"
+        )
+        if strangers:
+            names = {id(p): name for name, p in self.named.items()}
+            added = [names.get(id(p), f"(group {g}, shape {tuple(p.shape)})") for g, p in strangers]
+            raise ValueError(
+                f"parameters of the optimizer that have a gradient, or would get one, but are not exchanged: {added}; "
+                f"they were unfrozen, or added to the wrapped optimizer, later: {remedy}"
+            )
+        if frozen := [name for name, p in self.trained.items() if not p.requires_grad]:
+            raise ValueError(
+                f"parameters that were frozen later, but are exchanged: {frozen}; unfreeze them, or {remedy}"
+            )
+
     def _share(self) -> None:
         """Takes the wrapped optimizer's own objects, which it replaces when it loads a state."""
         self.state = self.optimizer.state
@@ -229,24 +264,17 @@ class Wrapping(Optimizer):
         self.defaults = self.optimizer.defaults
 
 
-class _StepsApart:
-    """Steps since all ranks held the same, or a rank's state was saved; logged when the owner goes, too late to ask.
+def _tell(apart: list[int], what: str) -> None:
+    """Logs steps since all ranks held the same, or a rank's state was saved, when their owner goes, too late to ask.
 
     Nothing is logged after an exception, which is why nobody finished. A rank that finishes while others go on without
     finishing is told by an error.
     """
-
-    def __init__(self, owner: object) -> None:
-        self.steps = 0
-        weakref.finalize(owner, _tell, self, type(owner).__name__)
-
-
-def _tell(apart: _StepsApart, what: str) -> None:
-    if apart.steps and sys.exception() is None and getattr(sys, "last_value", None) is None:
+    if apart[0] and sys.exception() is None and getattr(sys, "last_value", None) is None:
         logger.warning(
             "%d steps of %s since its ranks last came together: their parameters may differ, and what is under way is "
             "lost. End with finish(), which `with` calls, on every rank",
-            apart.steps,
+            apart[0],
             what,
         )
 
@@ -262,3 +290,56 @@ def _share_again(wrapping: weakref.ref[Wrapping], optimizer: Optimizer) -> None:
 def _is_zero(rate: Any) -> bool:
     """Whether a learning rate is 0; one on a device is not read, and counts as another."""
     return not (isinstance(rate, Tensor) and rate.device.type != "cpu") and float(rate) == 0
+
+
+class _Replaced:
+    """Parameters that a module has replaced by others since; a look at it costs nothing.
+
+    `load_state_dict(assign=True)` replaces them, and so does `module.weight = nn.Parameter(…)`: an optimizer over the
+    old ones would train what nothing uses any more. torch has one hook for all parameters that modules are given: there
+    is a single one of ours, and it stays.
+
+    named: by name, kept alive by the holder of this object. owner: the wrapper of their optimizer.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], owner: str) -> None:
+        self._names, self._owner = {id(p): name for name, p in named.items()}, owner
+        self._gone: dict[int, tuple[str, Tensor]] = {}
+        _hooked()
+        _WATCHING.add(self)
+
+    def note(self, old: Tensor, new: Tensor) -> None:
+        """Notes that a module has `new` in the place of `old` from now on."""
+        self._gone.pop(id(new), None)
+        if id(old) in self._names and id(new) not in self._names:
+            self._gone[id(old)] = self._names[id(old)], old
+
+    def refuse(self) -> None:
+        """Raises ValueError where parameters were replaced, before they are stepped.
+
+        One that still gets gradients is in use: another module that shared it has let go of it.
+        """
+        lost = [name for name, p in self._gone.values() if p.grad is None or not bool(p.grad.any())]
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise ValueError(
+                f"the model has other parameters now than this {self._owner} was made of: {lost[0]!r}{more} of "
+                f"{len(self._names)} were replaced, as "
+                "load_state_dict(..., assign=True) does, so that a step would train what the model no longer uses: "
+                f"load with assign=False, or make optimizer and {self._owner} anew, on every rank"
+            )
+
+
+_WATCHING: weakref.WeakSet[_Replaced] = weakref.WeakSet()
+
+
+@cache
+def _hooked() -> Any:
+    return register_module_parameter_registration_hook(_registered)
+
+
+def _registered(module: nn.Module, name: str, new: Tensor) -> None:
+    old = module._parameters.get(name)
+    if old is not None and old is not new:
+        for watching in list(_WATCHING):
+            watching.note(old, new)

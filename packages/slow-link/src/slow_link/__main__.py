@@ -25,22 +25,21 @@ NOT_STARTED, TOO_LONG, INTERRUPTED = 2, 124, 130
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit status, 2 if it was not started, 124 past its time limit, 130 after Ctrl-C."""
+    commands = {"check": check_command, "sweep": sweep_command}
     try:
-        return _main(argv)
+        enter_user_namespaces()
+        command = commands.get(argv[0]) if argv else None
+        return command(argv[1:]) if command else run_command(argv)
     except KeyboardInterrupt:
         print("slow_link: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def _main(argv: Sequence[str]) -> int:
-    enter_user_namespaces()
-    if argv[:1] == ["check"]:
-        return check_command(argv[1:])
-    if argv[:1] == ["sweep"]:
-        argparse.ArgumentParser(prog="python -m slow_link sweep", description=sweep.__doc__).parse_args(argv[1:])
-        print(f"removed: {', '.join(sweep()) or 'nothing was left'}")
-        return 0
-    return run_command(argv)
+def sweep_command(argv: Sequence[str]) -> int:
+    """Cleans up after killed runs."""
+    argparse.ArgumentParser(prog="python -m slow_link sweep", description=sweep.__doc__).parse_args(argv)
+    print(f"removed: {', '.join(sweep()) or 'nothing was left'}")
+    return 0
 
 
 def run_command(argv: Sequence[str]) -> int:

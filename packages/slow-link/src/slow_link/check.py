@@ -23,20 +23,12 @@ from typing import NamedTuple
 
 from slow_link.launcher import Launcher
 from slow_link.link import open_link
+from slow_link.measure import Found
 
 TOLERANCE = 0.15
 SECONDS_PER_LAUNCH = 120.0
 COLUMNS = ("model ms", "least", "tenth", "median", "software", "tenth/model", "less software")
 HEADER = f"{'P':>2} {'by':22}{'what':10}{'bytes':>10} {''.join(f'{name:>{len(name) + 3}}' for name in COLUMNS)}"
-
-
-class Found(NamedTuple):
-    """One measurement; `seconds` has an entry for every repeat."""
-
-    who: str
-    what: str
-    nbytes: int
-    seconds: list[float]
 
 
 class Row(NamedTuple):

@@ -7,14 +7,15 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from subprocess import DEVNULL, CompletedProcess, Popen, TimeoutExpired
+from types import TracebackType
+from typing import IO, Self
 
 MOST_RANKS = 64
 POLL_SECONDS = 0.02
@@ -44,6 +45,9 @@ class Launcher:
         ValueError: An argument is out of range.
     """
 
+    device = "lo"
+    """Network device of every rank."""
+
     def __init__(self, *, ranks: int, mbit_per_second: float = float("inf"), milliseconds: float = 0.0) -> None:
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"expected 1 … {MOST_RANKS} ranks, got {ranks}")
@@ -51,6 +55,15 @@ class Launcher:
             raise ValueError(f"expected Mbit/s > 0 and ms >= 0, got {mbit_per_second} and {milliseconds}")
         self.ranks = ranks
         self.alpha, self.beta = milliseconds * 1e-3, 8e-6 / mbit_per_second
+        self._exits = ExitStack()  # what undoes the link
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.close()
 
     def describe(self) -> str:
         """Describes the link to readers of numbers measured on it."""
@@ -61,20 +74,26 @@ class Launcher:
         return []
 
     def mpi_environment(self) -> Mapping[str, str]:
-        """Environment variables that make MPI use the link and nothing else."""
-        return mpi_over_tcp("lo")
+        """MPICH's variables for TCP on the link alone; without NOLOCAL it would see one host and use shared memory."""
+        tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": self.device}
+        return {"MPIR_CVAR_NOLOCAL": "1", **tcp}
+
+    def first_address(self) -> tuple[str, int]:
+        """Address of rank 0, and a port that is free there."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            host, port = free.getsockname()
+        return host, port
 
     def store(self) -> Mapping[str, str]:
         """Environment variables that let env:// find rank 0 and make gloo use the link."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        host, port = self.first_address()
+        return {"MASTER_ADDR": host, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": self.device}
 
     def watch(self) -> None:
         """Raises an error if the link has broken; called while ranks run."""
 
-    def end(self, processes: Sequence[subprocess.Popen[bytes]], *, launchers: bool) -> None:
+    def end(self, processes: Sequence[Popen[bytes]], *, launchers: bool) -> None:
         """Ends the processes started here, and any that ranks have left behind on the link.
 
         Args:
@@ -85,7 +104,7 @@ class Launcher:
             _signal(process, signal.SIGTERM)  # so that a launcher ends its ranks
         last = time.monotonic() + TERMINATION_SECONDS
         for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(TimeoutExpired):
                 process.wait(max(0.0, last - time.monotonic()))
             _signal(process, signal.SIGKILL)
             process.wait()
@@ -98,7 +117,7 @@ class Launcher:
         capture: bool = True,
         mpiexec: Sequence[str] = (),
         section: Sequence[str] = (),
-    ) -> subprocess.CompletedProcess[str]:
+    ) -> CompletedProcess[str]:
         """Runs the command as MPI ranks under a single mpiexec.
 
         Args:
@@ -111,23 +130,19 @@ class Launcher:
         Raises:
             subprocess.TimeoutExpired: The command took longer, and was ended.
         """
-        words = list(mpiexec) or [str(_mpiexec())]
+        words = list(mpiexec) or [_mpiexec()]
         for rank in range(self.ranks):
             words += [*([":"] if rank else []), "-n", "1", *section, *self.prefix(rank), *command]
         [done] = self._run([words], [self.mpi_environment()], timeout, capture, launchers=True)
         return done
 
-    def processes(
-        self, command: Sequence[str], *, timeout: float, capture: bool = True
-    ) -> list[subprocess.CompletedProcess[str]]:
+    def processes(self, command: Sequence[str], *, timeout: float, capture: bool = True) -> list[CompletedProcess[str]]:
         """Runs the command as one process per rank; `dist.init_process_group("gloo")` needs no other arguments there.
-
-        Results are in rank order. Once a rank has failed, the others get ten more seconds.
 
         Args:
             command: Command of every rank.
-            timeout: Time limit in seconds.
-            capture: Whether to keep the output for the results instead of showing it.
+            timeout: Time limit in seconds; once a rank has failed, the others get ten more.
+            capture: Whether to keep the output for the results, which are in rank order, instead of showing it.
 
         Raises:
             subprocess.TimeoutExpired: The command took longer, and was ended.
@@ -139,7 +154,7 @@ class Launcher:
 
     def torchrun(
         self, command: Sequence[str], *, timeout: float, capture: bool = True, torchrun: Sequence[str] = ()
-    ) -> list[subprocess.CompletedProcess[str]]:
+    ) -> list[CompletedProcess[str]]:
         """Runs a script and its arguments under torchrun, every rank as a node of its own; otherwise like `processes`.
 
         Args:
@@ -166,27 +181,30 @@ class Launcher:
         capture: bool,
         *,
         launchers: bool,
-    ) -> list[subprocess.CompletedProcess[str]]:
+    ) -> list[CompletedProcess[str]]:
         """Runs commands side by side, each with additions to the environment; returns their results in order."""
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Popen[bytes]] = []
         with ExitStack() as files:
             kept = [[files.enter_context(tempfile.TemporaryFile()) for _ in range(2 * capture)] for _ in commands]
             try:
                 for command, environment, outputs in zip(commands, environments, kept, strict=True):
-                    processes.append(_started(command, environment, *outputs))
+                    out, err = outputs or (None, None)
+                    own = {**os.environ, **environment}
+                    started = Popen(command, stdin=DEVNULL, stdout=out, stderr=err, env=own, start_new_session=True)
+                    processes.append(started)
                 in_time = self._wait(processes, timeout)
             finally:
                 self.end(processes, launchers=launchers)
             texts: list[list[str | None]] = [[_text(file) for file in outputs] or [None, None] for outputs in kept]
         if not in_time:
             told = ["".join(filter(None, parts)) for parts in zip(*texts, strict=True)]
-            raise subprocess.TimeoutExpired(commands[0], timeout, *told)
+            raise TimeoutExpired(commands[0], timeout, *told)
         return [
-            subprocess.CompletedProcess(process.args, process.returncode, *each)
+            CompletedProcess(process.args, process.returncode, *each)
             for process, each in zip(processes, texts, strict=True)
         ]
 
-    def _wait(self, processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> bool:
+    def _wait(self, processes: Sequence[Popen[bytes]], timeout: float) -> bool:
         """Waits until all have ended, or one failed and the others had their time; False if time ran out first."""
         last, failed = time.monotonic() + timeout, False
         while None in (codes := [process.poll() for process in processes]):
@@ -200,35 +218,21 @@ class Launcher:
         return True
 
 
-def mpi_over_tcp(device: str) -> dict[str, str]:
-    """MPICH's settings for TCP on a device; without NOLOCAL it would see one host and use shared memory."""
-    return {
-        "MPIR_CVAR_NOLOCAL": "1",
-        "MPIR_CVAR_CH4_NETMOD": "ofi",
-        "FI_PROVIDER": "tcp",
-        "FI_TCP_IFACE": device,
-    }
+def beside_python(word: str) -> str | None:
+    """Path of a program that was installed with this Python; None where there is none."""
+    path = Path(sys.executable).parent / word
+    return str(path) if path.exists() else None
 
 
-def _started(
-    command: Sequence[str], environment: Mapping[str, str], out: IO[bytes] | None = None, err: IO[bytes] | None = None
-) -> subprocess.Popen[bytes]:
-    variables = {**os.environ, **environment}
-    return subprocess.Popen(
-        command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
-    )
-
-
-def _mpiexec() -> Path:
+def _mpiexec() -> str:
     """Path of the mpiexec beside this Python, else of the one on the PATH."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = beside if beside.exists() else shutil.which("mpiexec")
+    found = beside_python("mpiexec") or shutil.which("mpiexec")
     if found is None:
         raise FileNotFoundError("no mpiexec beside this Python or on the PATH: `pip install mpich`")
-    return Path(found)
+    return found
 
 
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal(process: Popen[bytes], number: signal.Signals) -> None:
     """Signals a process's whole session while it runs; afterwards its number may belong to another process."""
     if process.poll() is None:
         os.killpg(process.pid, number)

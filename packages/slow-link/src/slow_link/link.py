@@ -11,11 +11,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from slow_link import namespaces, switch
-from slow_link.launcher import TERMINATION_SECONDS, Launcher, mpi_over_tcp
+from slow_link.launcher import TERMINATION_SECONDS, Launcher
 from slow_link.missing import Unavailable, missing
 
 THROTTLE = "SLOW_LINK_THROTTLE"
@@ -38,12 +38,13 @@ class SlowLink(Launcher):
         flip_every: n: flips one bit in every n-th large packet, behind TCP's back; 0: none.
     """
 
+    device = namespaces.DEVICE
+
     def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float, flip_every: int = 0) -> None:
         super().__init__(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)
         self._flip_every = flip_every
         self._number = next(_numbers)
         self._switch: subprocess.Popen[bytes] | None = None
-        self._exits = ExitStack()
 
     def __enter__(self) -> Self:
         if lacking := missing():
@@ -56,11 +57,6 @@ class SlowLink(Launcher):
             self._exits = exits.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._exits.close()
-
     def describe(self) -> str:
         """Describes the namespaces, the rate and the delay."""
         return (
@@ -72,14 +68,9 @@ class SlowLink(Launcher):
         """Words that enter the rank's network namespace."""
         return ["ip", "netns", "exec", namespaces.name_of(self._number, rank)]
 
-    def mpi_environment(self) -> Mapping[str, str]:
-        """Keeps MPI on the rank's emulated device."""
-        return mpi_over_tcp(namespaces.DEVICE)
-
-    def store(self) -> Mapping[str, str]:
+    def first_address(self) -> tuple[str, int]:
         """Address of rank 0; any port is free, because the namespace is new."""
-        address = namespaces.address_of(0)
-        return {"MASTER_ADDR": address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": namespaces.DEVICE}
+        return namespaces.address_of(0), 29500
 
     def darken(self, rank: int) -> None:
         """Cuts a rank off: nothing that it sends arrives, and nothing reaches it; no rank is told."""
@@ -147,14 +138,6 @@ class SlowLink(Launcher):
 class ThrottledLink(Launcher):
     """Starts ranks as a `SlowLink` does, but slows only communicators from `throttled.behind_link`."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def describe(self) -> str:
         """Says that only `behind_link` is slowed, with α and β."""
         return (
@@ -195,9 +178,9 @@ def _ending_as_exceptions() -> Iterator[None]:
         yield  # only the main thread may set handlers
         return
     changed = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    for number in changed:
-        signal.signal(number, _leave)
     try:
+        for number in changed:
+            signal.signal(number, _leave)
         yield
     finally:
         for number in changed:

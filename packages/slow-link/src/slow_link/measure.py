@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,18 @@ SHORT_BYTES = 1 << 10
 SUM_BYTES = 4 << 20
 OURS = "communicators"
 
-Measured: TypeAlias = tuple[str, str, int, list[float]]
-"""(who, what, bytes, seconds of every repeat)."""
+
+class Found(NamedTuple):
+    """One measurement; `seconds` has an entry for every repeat."""
+
+    who: str
+    what: str
+    nbytes: int
+    seconds: list[float]
 
 
-class Transport(NamedTuple):
-    """Blocking calls of a bare transport on CPU tensors, without our communicator. end: once no rank measures."""
+class BareCalls(NamedTuple):
+    """Blocking calls of MPI or torch.distributed on CPU tensors, without our schedules. end: once no rank measures."""
 
     name: str
     send: Callable[[torch.Tensor, int], object]
@@ -38,12 +44,12 @@ class Transport(NamedTuple):
     end: Callable[[], object]
 
 
-def over_mpi() -> Transport:
+def over_mpi() -> BareCalls:
     """Calls of mpi4py; MPI ends by itself."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    return Transport(
+    return BareCalls(
         name="mpi4py",
         send=lambda x, peer: comm.Send(x.numpy(), peer),
         receive=lambda x, peer: comm.Recv(x.numpy(), peer),
@@ -53,49 +59,49 @@ def over_mpi() -> Transport:
     )
 
 
-def over_gloo() -> Transport:
+def over_gloo() -> BareCalls:
     """Calls of torch.distributed over gloo. The end leaves the group, whose only other holder is `main`'s communicator.
 
     No thread of gloo's is then left to free a sum while Python ends, which would end the process by SIGABRT.
     """
     dist.init_process_group("gloo")
-    return Transport("torch gloo", dist.send, dist.recv, dist.all_reduce, dist.barrier, dist.destroy_process_group)
+    return BareCalls("torch gloo", dist.send, dist.recv, dist.all_reduce, dist.barrier, dist.destroy_process_group)
 
 
-def measurements(transport: Transport, comm: Communicator, repeats: int) -> Iterator[Measured]:
-    """Measures ping-pongs of all pairs (2i, 2i + 1) at once, then allreduces: of the bare transport, then of ours."""
-    yield from ping_pongs(transport, comm, repeats, PING_BYTES)
+def measurements(bare: BareCalls, comm: Communicator, repeats: int) -> Iterator[Found]:
+    """Measures ping-pongs of all pairs (2i, 2i + 1) at once, then allreduces: bare ones, then ours."""
+    yield from ping_pongs(bare, comm, repeats, PING_BYTES)
     x = torch.ones(SUM_BYTES // 4)
     if not isinstance(comm, Throttled):  # only calls through `comm` are slowed
-        bare = partial(transport.allreduce, x)
-        yield transport.name, "allreduce", SUM_BYTES, _times(repeats, bare, transport.barrier)
+        yield Found(bare.name, "allreduce", SUM_BYTES, _times(repeats, partial(bare.allreduce, x), bare.barrier))
     ours = partial(allreduce, x, comm, native=False)
-    yield OURS, "allreduce", SUM_BYTES, _times(repeats, ours, transport.barrier)
+    yield Found(OURS, "allreduce", SUM_BYTES, _times(repeats, ours, bare.barrier))
 
 
 def ping_pongs(
-    transport: Transport, comm: Communicator, repeats: int, sizes: Sequence[int] = (SLOT_BYTES,)
-) -> Iterator[Measured]:
+    bare: BareCalls, comm: Communicator, repeats: int, sizes: Sequence[int] = (SLOT_BYTES,)
+) -> Iterator[Found]:
     """Measures seconds one way, repeating short messages more often, because they take little time.
 
     Repeats need no barrier: no rank serves before the last ball is back.
     """
     games = [(OURS, partial(_our_ping_pong, comm))]
     if not isinstance(comm, Throttled):
-        games.insert(0, (transport.name, partial(_ping_pong, transport, comm)))
+        games.insert(0, (bare.name, partial(_ping_pong, bare, comm)))
     for who, once in games:
         for nbytes in sizes:
             often = repeats if nbytes > SHORT_BYTES else 20 * repeats
-            yield who, "ping-pong", nbytes, [seconds / 2 for seconds in _times(often, partial(once, nbytes))]
+            there = [seconds / 2 for seconds in _times(often, partial(once, nbytes))]
+            yield Found(who, "ping-pong", nbytes, there)
 
 
-def _ping_pong(transport: Transport, comm: Communicator, nbytes: int) -> None:
+def _ping_pong(bare: BareCalls, comm: Communicator, nbytes: int) -> None:
     peer, ball = comm.rank ^ 1, torch.zeros(nbytes, dtype=torch.uint8)
     for serving in (0, 1):
         if comm.rank % 2 == serving:
-            transport.send(ball, peer)
+            bare.send(ball, peer)
         else:
-            transport.receive(ball, peer)
+            bare.receive(ball, peer)
 
 
 def _our_ping_pong(comm: Communicator, nbytes: int) -> None:
@@ -122,14 +128,14 @@ def _times(repeats: int, once: Callable[[], object], before: Callable[[], object
 
 def main(kind: str, repeats: int, *, software: bool) -> None:
     """Measures on all ranks (collective); rank 0 prints a line of JSON for each measurement."""
-    transport = over_mpi() if kind == "mpi" else over_gloo()
+    bare = over_mpi() if kind == "mpi" else over_gloo()
     comm = behind_link()
-    found = (ping_pongs if software else measurements)(transport, comm, repeats)
+    found = (ping_pongs if software else measurements)(bare, comm, repeats)
     for who, what, nbytes, seconds in found:
         if comm.rank == 0:
             print(json.dumps((f"{who}, {kind}" if who == OURS else who, what, nbytes, seconds)), flush=True)
-    transport.barrier()
-    transport.end()
+    bare.barrier()
+    bare.end()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ DEVICE = "e0"
 
 SEGMENT_BYTES = 9000
 BURST_BYTES = 10_000
-"""Burst that `tbf` lets through at once: a little more than one segment. The switch spaces it out."""
+"""Burst that `tbf` lets through at once: a little more than one segment. The switch spaces it out.
+
+The rate is set here as well as there, so that packets queue where TCP sees them.
+"""
+TCP = ("congctl", "reno", "initcwnd", "100")
+"""Reno with a large first window needs no warm-up and, unlike bbr, does not probe for a rate that is given."""
 
 TUN = "/dev/net/tun"
 
@@ -69,11 +74,7 @@ def address_of(rank: int) -> str:
 
 
 def create(name: str, tun: str, *, rank: int, bits_per_second: float) -> None:
-    """Creates a namespace that holds the TUN device `tun` as `DEVICE`, up, with the rank's address and this rate.
-
-    The rate is set here as well as in the switch, so that packets queue where TCP sees them. Reno with a large first
-    window needs no warm-up and, unlike bbr, does not probe for a rate that is given.
-    """
+    """Creates a namespace that holds the TUN device `tun` as `DEVICE`, up, with the rank's address and this rate."""
     call("ip", "netns", "add", name)
     call("ip", "link", "set", tun, "netns", name, "name", DEVICE)
     call("ip", "netns", "exec", name, "sysctl", "-qw", *_SETTINGS)
@@ -82,7 +83,7 @@ def create(name: str, tun: str, *, rank: int, bits_per_second: float) -> None:
     call(*inside, "link", "set", DEVICE, "mtu", "1500", "gso_max_size", str(SEGMENT_BYTES))
     call(*inside, "address", "add", f"{address_of(rank)}/24", "dev", DEVICE)
     call(*inside, "link", "set", DEVICE, "up")
-    call(*inside, "route", "change", "10.77.0.0/24", "dev", DEVICE, "congctl", "reno", "initcwnd", "100")
+    call(*inside, "route", "change", "10.77.0.0/24", "dev", DEVICE, *TCP)
     shape = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(BURST_BYTES), "limit", "64mb")
     call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", *shape)
 
@@ -164,5 +165,5 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass  # somebody else's
     return True

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from slow_link.launcher import Launcher
+from slow_link.launcher import Launcher, beside_python
 
 MPIEXEC = ("mpiexec", "mpirun", "mpiexec.hydra")
 COUNT = ("-n", "-np")
@@ -99,8 +98,7 @@ def _mpiexec(words: list[str]) -> Program:
 
 def _mpich(word: str) -> str:
     """Path of MPICH's mpiexec; other MPIs name the variables that keep them on the link differently."""
-    beside = Path(sys.executable).parent / word
-    path = shutil.which(word) or (str(beside) if beside.exists() else None)
+    path = shutil.which(word) or beside_python(word)
     if path is None:
         raise NotUnderstood(f"no {word} on the PATH or beside this Python: `pip install mpich`")
     said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout

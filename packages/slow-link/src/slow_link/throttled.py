@@ -66,7 +66,7 @@ def slowed(schedule: Schedule[T], link: Link) -> Schedule[T]:
             begin = time.monotonic()
             received = yield action
             if isinstance(action, Round) and (action.sends or action.recvs):
-                _sleep_until(begin + _seconds(action, received, link))
+                time.sleep(max(0.0, begin + _seconds(action, received, link) - time.monotonic()))
             action = schedule.send(received)
     except StopIteration as stop:
         result: T = stop.value
@@ -78,7 +78,3 @@ def slowed(schedule: Schedule[T], link: Link) -> Schedule[T]:
 def _seconds(action: Round, received: Received, link: Link) -> float:
     sent = sum(payload.wire_nbytes for payload in action.sends.values())
     return link.seconds(max(sent, sum(payload.wire_nbytes for payload in received.values())))
-
-
-def _sleep_until(end: float) -> None:
-    time.sleep(max(0.0, end - time.monotonic()))

@@ -6,14 +6,12 @@ from typing import Unpack
 
 from torch.optim import Optimizer
 
-from local_sgd.block import Every
 from local_sgd.compression import Allreduce, Compress, Compression
-from local_sgd.driver import Boundaries, Driver
-from local_sgd.levels import Levels, two_levels
+from local_sgd.levels import Levels, boundaries_of
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rounds import MakeRounds, OuterRounds
-from local_sgd.settings import Settings
+from local_sgd.settings import Every, Settings
 
 
 class DiLoCo(PeriodicAveraging):
@@ -58,11 +56,7 @@ class DiLoCo(PeriodicAveraging):
         allreduce: Allreduce | MakeRounds | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        inner, every = two_levels(sync_every, settings)
-        driver: Driver
-        if allreduce is not None and compress is None:
-            driver = OuterRounds(allreduce, settings, levels=inner is not None)
-        else:
-            driver = Boundaries(Compression(compress, allreduce), inner)
-        rule = OuterStep(outer, outer_scheduler)
-        super().__init__(optimizer, rule, sync_every=every, driver=driver, **settings)
+        by_rounds = allreduce is not None and compress is None
+        driver, every = boundaries_of(sync_every, Compression(compress, None if by_rounds else allreduce), settings)
+        by = OuterRounds(allreduce, settings, levels=driver.two_levels) if by_rounds else driver
+        super().__init__(optimizer, OuterStep(outer, outer_scheduler), sync_every=every, driver=by, **settings)

@@ -9,10 +9,9 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from local_sgd.block import Every
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rule import Part, Rule
-from local_sgd.settings import Settings, number
+from local_sgd.settings import Every, Settings, number
 
 
 @dataclass
@@ -64,12 +63,7 @@ class EASGD(PeriodicAveraging):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        sync_every: Every = 4,
-        alpha: float | None = None,
-        **settings: Unpack[Settings],
+        self, optimizer: Optimizer, *, sync_every: Every = 4, alpha: float | None = None, **settings: Unpack[Settings]
     ) -> None:
         if settings.get("weighted"):
             raise ValueError("EASGD sums over ranks and has no mean to weight: leave out weighted=True")

@@ -8,13 +8,11 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from local_sgd.block import Every
 from local_sgd.compression import Allreduce, Compress, Compression
-from local_sgd.driver import Boundaries
-from local_sgd.levels import Levels, two_levels
+from local_sgd.levels import Levels, boundaries_of
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rule import Part, Rule
-from local_sgd.settings import Settings
+from local_sgd.settings import Every, Settings
 
 
 @dataclass
@@ -60,8 +58,7 @@ class LocalSGD(PeriodicAveraging):
         **settings: Unpack[Settings],
     ) -> None:
         compression, rule = Compression(compress, allreduce), Mean()
-        inner, every = two_levels(sync_every, settings)
+        driver, every = boundaries_of(sync_every, compression, settings)
         if compression:
             rule.anchors = ("agreed",)
-        driver = Boundaries(compression, inner)
         super().__init__(optimizer, rule, sync_every=every, driver=driver, **settings)

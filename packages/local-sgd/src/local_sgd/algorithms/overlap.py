@@ -8,10 +8,9 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from local_sgd.block import Every
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rule import Part, Rule
-from local_sgd.settings import Settings, below_one
+from local_sgd.settings import Every, Settings, below_one
 
 
 @dataclass

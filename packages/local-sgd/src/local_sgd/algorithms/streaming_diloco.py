@@ -9,13 +9,12 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from local_sgd.block import Every
 from local_sgd.compression import Allreduce, Compress, Compression
 from local_sgd.fragments import ByFragment, Fragments
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rule import Part
-from local_sgd.settings import Settings, below_one, whole
+from local_sgd.settings import Every, Settings, below_one, whole
 
 
 @dataclass
@@ -70,8 +69,6 @@ class StreamingDiLoCo(PeriodicAveraging):
         allreduce: Allreduce | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        if settings.get("native"):
-            raise ValueError("native=True waits for the transport, but StreamingDiLoCo goes on meanwhile: leave it out")
         driver = ByFragment(fragments, whole("delay", delay, ", 0 or more", least=0), Compression(compress, allreduce))
         rule = Mixed(outer, outer_scheduler, below_one("alpha", alpha))
         super().__init__(optimizer, rule, sync_every=sync_every, driver=driver, **settings)
