@@ -46,16 +46,25 @@ def entries(text, *sections):
     }
 
 
-def keywords(each):
+def made_by(each):
+    """The function itself, or what makes a class: the nearest constructor, which it may inherit; None without one."""
+    if inspect.isfunction(each):
+        return each
+    made = (
+        getattr(base, name) for base in inspect.getmro(each) for name in ("__init__", "__new__") if name in vars(base)
+    )
+    return next(filter(inspect.isfunction, made), None)
+
+
+def keywords(function):
     """What a caller may give by name only, and all that it may give."""
-    function = each if inspect.isfunction(each) else each.__init__
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}, {p.name for p in parameters}
 
 
 def unpacked(each):
     """The TypedDict whose keys a function, or a class, takes as keywords; None without one."""
-    function = each if inspect.isfunction(each) else each.__init__
+    function = made_by(each)
     for p in inspect.signature(function).parameters.values():
         if p.kind is p.VAR_KEYWORD and (said := re.fullmatch(r".*Unpack\[([\w.]+)\]", str(p.annotation))):
             return getattr(importlib.import_module(function.__module__), said[1].rpartition(".")[2])
@@ -74,8 +83,9 @@ def faults(name, each):
     """What a docstring's reader would miss."""
     text = inspect.cleandoc(each.__doc__ or "")
     told = {entry.lstrip("*") for entry in entries(text, "Args")}
-    takes = inspect.isfunction(each) or ("__init__" in vars(each) and not is_typeddict(each))
-    required, known = keywords(each) if takes else (set(), set())
+    takes = inspect.isfunction(each) or ({"__init__", "__new__"} & vars(each).keys() and not is_typeddict(each))
+    function = made_by(each)
+    required, known = keywords(function) if function and (takes or told) else (set(), set())
     if text.startswith("See `"):
         return  # where it is described
     settings = each if inspect.isclass(each) and is_typeddict(each) else unpacked(each) if takes else None
