@@ -37,7 +37,7 @@ def check_compressor_laws(make: Callable[[int], Compressor]) -> None:
 
 
 def _check_sent(compressor: Compressor, x: Tensor) -> None:
-    """At most `entries` elements of the tensor with their values, in order, and not none unless all are zero."""
+    """Checks for one to `entries` elements of the tensor with their values, in order; none only if all are zero."""
     before, most, whose = x.clone(), compressor.entries(x.numel()), f"{compressor} of {x.numel()} elements"
     sparse = compressor(x)
     assert torch.equal(x, before), f"{whose}: the tensor was changed"
@@ -49,7 +49,7 @@ def _check_sent(compressor: Compressor, x: Tensor) -> None:
 
 
 def _check_nonfinite(compressor: Compressor, x: Tensor) -> None:
-    """What says that it finds NaN and inf sends one of them."""
+    """Checks that a compressor that says it finds NaN and inf sends one of them."""
     found = not compressor(x).values.isfinite().all() or bool(x.isfinite().all())
     assert found or not getattr(compressor, "finds_nonfinite", False), f"{compressor}: sends no NaN of {x}"
 
