@@ -7,14 +7,13 @@ variables of env://.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from slow_link.launcher import Launcher, beside_python
+from slow_link.launcher import Launcher, find_mpiexec
 
 MPIEXEC = ("mpiexec", "mpirun", "mpiexec.hydra")
 COUNT = ("-n", "-np")
@@ -98,9 +97,7 @@ def _mpiexec(words: list[str]) -> Program:
 
 def _mpich(word: str) -> str:
     """Path of MPICH's mpiexec; other MPIs name the variables that keep them on the link differently."""
-    path = shutil.which(word) or beside_python(word)
-    if path is None:
-        raise NotUnderstood(f"no {word} on the PATH or beside this Python: `pip install mpich`")
+    path = find_mpiexec(word)
     said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
     if "Open MPI" in said or "OpenRTE" in said:
         raise NotUnderstood(f"{path} is Open MPI's, which is not kept on the link: MPICH's is (`pip install mpich`)")
