@@ -37,7 +37,7 @@ def check_compressor_laws(make: Callable[[int], Compressor]) -> None:
 
 
 def _check_sent(compressor: Compressor, x: Tensor) -> None:
-    """Checks for one to `entries` elements of the tensor with their values, in order; none only if all are zero."""
+    """At most `entries` elements of the tensor with their values, in order, and not none unless all are zero."""
     before, most, whose = x.clone(), compressor.entries(x.numel()), f"{compressor} of {x.numel()} elements"
     sparse = compressor(x)
     assert torch.equal(x, before), f"{whose}: the tensor was changed"
