@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,16 +46,26 @@ LAYERS, WIDTH, TEST_IMAGES = 16, 256, 360
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_digits.py"
 
 
+class Start(NamedTuple):
+    """Model, its optimizer, whose rate falls to nothing, what is to be closed, and how many steps send all."""
+
+    model: nn.Module
+    inner: torch.optim.SGD
+    falling: LambdaLR
+    exits: ExitStack
+    warm: int
+
+
 class Training(NamedTuple):
-    """module: to call. zero_grad, update: before and after backward, a step's rate included. finish: the mean.
+    """module: to call. zero_grad, updates: before and after backward, a step's rate included. finish: the mean.
 
     around: what forward and backward go inside.
     """
 
     module: nn.Module
     zero_grad: Callable[[], None]
-    update: Callable[[], object]
-    finish: Callable[[], None]
+    updates: Sequence[Callable[[], object]]
+    finish: Callable[[], None] = lambda: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def step(self, loss: Callable[[nn.Module], Tensor]) -> None:
@@ -64,19 +73,19 @@ class Training(NamedTuple):
         self.zero_grad()
         with self.around():
             loss(self.module).backward()  # type: ignore[no-untyped-call]
-        self.update()
+        for update in self.updates:
+            update()
 
 
-Way = Callable[[nn.Module, torch.optim.SGD, LambdaLR, ExitStack, int], Training]
-"""Of a model, its optimizer and rate, with how many steps' warm-up."""
+Way = Callable[[Start], Training]
 
 
 def _by_hook(register: Callable[[DistributedDataParallel, int], None], momentum: float = MOMENTUM) -> Way:
-    def way(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack, warm: int) -> Training:
-        ddp = DistributedDataParallel(model, bucket_cap_mb=64)
-        register(ddp, warm)
-        inner.param_groups[0]["momentum"] = momentum
-        return Training(ddp, inner.zero_grad, partial(_both, inner.step, falling.step), _nothing)
+    def way(start: Start) -> Training:
+        ddp = DistributedDataParallel(start.model, bucket_cap_mb=64)
+        register(ddp, start.warm)
+        start.inner.param_groups[0]["momentum"] = momentum
+        return Training(ddp, start.inner.zero_grad, (start.inner.step, start.falling.step))
 
     return way
 
@@ -95,11 +104,12 @@ def _sparse(algorithm: str) -> Way:
     return _by_hook(register, momentum=0.0)
 
 
-def _updates(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack, warm: int) -> Training:
+def _updates(start: Start) -> Training:
     """As docs/guides/optimizers.md has it where DDP is left out."""
-    density = WarmUp(DENSITY, steps=warm, stages=(1.0,))
-    optimizer = UpdateOptimizer(inner, model.named_parameters(), algorithm="gtopk", density=density, dense_below=TINY)
-    return Training(model, optimizer.zero_grad, partial(_both, optimizer.step, falling.step), _nothing, optimizer.ahead)
+    model, density = start.model, WarmUp(DENSITY, steps=start.warm, stages=(1.0,))
+    settings: dict[str, Any] = {"algorithm": "gtopk", "density": density, "dense_below": TINY}
+    optimizer = UpdateOptimizer(start.inner, model.named_parameters(), **settings)
+    return Training(model, optimizer.zero_grad, (optimizer.step, start.falling.step), around=optimizer.ahead)
 
 
 def in_bf16(ddp: DistributedDataParallel, warm: int = 0) -> None:
@@ -123,56 +133,46 @@ def _our_low_rank(ddp: DistributedDataParallel, warm: int) -> None:
     ddp.register_comm_hook(state, sparse_hook)
 
 
-def _post_local_sgd(
-    model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack, warm: int
-) -> Training:
+def _post_local_sgd(start: Start) -> Training:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer  # importing it warns
 
     averager = PeriodicModelAverager(period=EVERY, warmup_steps=0)
-    optimizer = PostLocalSGDOptimizer(optim=inner, averager=averager)
+    optimizer = PostLocalSGDOptimizer(optim=start.inner, averager=averager)
 
     def mean() -> None:
-        for parameter in model.parameters():
+        for parameter in start.model.parameters():
             dist.all_reduce(parameter.data)
             parameter.data /= dist.get_world_size()
 
-    return Training(model, optimizer.zero_grad, partial(_both, optimizer.step, falling.step), mean)
+    return Training(start.model, optimizer.zero_grad, (optimizer.step, start.falling.step), mean)
 
 
 def _periodic(kind: type[LocalSGD] | type[OverlapLocalSGD]) -> Way:
-    def way(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack, warm: int) -> Training:
-        optimizer = kind(inner, sync_every=EVERY)
-        update = partial(_both, optimizer.step, optimizer.average, falling.step)
-        return Training(model, optimizer.zero_grad, update, optimizer.finish)
+    def way(start: Start) -> Training:
+        optimizer = kind(start.inner, sync_every=EVERY)
+        updates = (optimizer.step, optimizer.average, start.falling.step)
+        return Training(start.model, optimizer.zero_grad, updates, optimizer.finish)
 
     return way
 
 
-def _eager(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack, warm: int) -> Training:
+def _eager(start: Start) -> Training:
     """Its rate falls by rounds, not by steps, as it asks for."""
-    optimizer = exits.enter_context(EagerSGD(inner, model.named_parameters(), quorum="majority", scheduler=falling))
-    return Training(model, optimizer.zero_grad, optimizer.step, optimizer.finish)
-
-
-def _both(*calls: Callable[[], object]) -> None:
-    for call in calls:
-        call()
+    settings: dict[str, Any] = {"quorum": "majority", "scheduler": start.falling}
+    optimizer = start.exits.enter_context(EagerSGD(start.inner, start.model.named_parameters(), **settings))
+    return Training(start.model, optimizer.zero_grad, (optimizer.step,), optimizer.finish)
 
 
 def _made(way: Way, model: nn.Module, steps: int, rate: float, exits: ExitStack, warm: int) -> Training:
     """Of so many steps, over which the rate falls to nothing, the first `warm` of them with all sent."""
     inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
-    return way(model, inner, LambdaLR(inner, lambda step: max(0.0, 1 - step / steps)), exits, warm)
-
-
-def _nothing(*_: Any) -> None:
-    pass
+    return way(Start(model, inner, LambdaLR(inner, lambda step: max(0.0, 1 - step / steps)), exits, warm))
 
 
 PLAIN = "plain DDP"
 WAYS: dict[str, tuple[str, Way, str]] = {
-    PLAIN: ("torch", _by_hook(_nothing), "the network keeps up"),
+    PLAIN: ("torch", _by_hook(lambda ddp, warm: None), "the network keeps up"),
     "bf16_compress_hook": ("torch", _by_hook(in_bf16), "half the bytes are few enough: nothing else changes"),
     "PowerSGD hook": (
         "torch",

@@ -55,16 +55,16 @@ def test_the_reason_says_which_rule_decided_and_what_came_next(changes, rule, sa
     assert recommended.rule == rule
     assert said in recommended.reason
     assert recommended.reason in as_text(found)
-    taken = (recommended.algorithm, recommended.density, recommended.wire)
-    others = [(p, step) for p, step, _ in steps if (p.algorithm, p.density, p.wire) != taken]
+    taken = named(recommended.step.prediction)
+    others = [step for step in steps if named(step.prediction) != taken]
     assert len(others) == len(steps) - 1
-    runner_up, step = others[0]
-    assert recommended.runner_up["step_seconds"] == step
-    assert recommended.runner_up["algorithm"] == runner_up.algorithm
-    assert runner_up.name in recommended.reason
-    assert (taken == (fastest.algorithm, fastest.density, fastest.wire)) == (rule == "fastest")
+    assert recommended.runner_up == others[0]
+    assert others[0].prediction.name in recommended.reason
+    assert (taken == named(fastest)) == (rule == "fastest")
     told = json.loads(as_json(found))["recommendation"]
-    assert (told["rule"], told["reason"], told["runner_up"]) == (rule, recommended.reason, recommended.runner_up)
+    assert (told["rule"], told["reason"]) == (rule, recommended.reason)
+    shown = told["runner_up"]
+    assert (shown["algorithm"], shown["step_seconds"]) == (others[0].prediction.algorithm, others[0].seconds)
 
 
 @pytest.mark.parametrize(("taken", "busy"), [(0.0, False), (0.09, False), (0.5, True), (1.0, True)])
@@ -212,8 +212,8 @@ def test_a_speed_up_is_that_of_the_whole_training_of_the_advised_lines(optimizer
         assert one["speedup_after_warm_up"] == pytest.approx(dense / seconds[target])
     recommended = recommend(found)
     assert written in recommended.text
-    assert f"{recommended.speedup:.1f} times as fast" in recommended.text
-    assert f"after the warm-up {1e3 * dense / recommended.speedup_after_warm_up:.3g} ms" in recommended.text
+    assert f"{dense / recommended.step.mean:.1f} times as fast" in recommended.text
+    assert f"after the warm-up {1e3 * recommended.step.seconds:.3g} ms" in recommended.text
 
 
 BEHIND = st.none() | st.floats(-1, 20)
@@ -238,7 +238,7 @@ def test_nothing_is_advised_unasked_that_is_known_to_lose(situation_of_few, data
         patched.setattr(Situation, "sends_updates", optimizer != "sgd")
         taken = recommend(found)
     dense = next(s.mean for s in steps if s.prediction.name == "dense")
-    [(p, _, mean)] = [s for s in steps if named(s.prediction) == named(taken)]
+    [(p, _, mean)] = [s for s in steps if named(s.prediction) == named(taken.step.prediction)]
     well = [s for s in steps if lost(s.prediction) is not None and lost(s.prediction) <= 1]
     if not chosen:
         assert lost(p) is None or lost(p) <= 1
@@ -284,11 +284,11 @@ def test_a_density_of_one_s_own_is_advised_and_what_is_known_of_it_told():
     handling = {0.001: others_too_slow}
     asked = recommend(situation(optimizer="adamw", chosen=True, handling=handling))
     unasked = recommend(situation(optimizer="adamw", handling=handling))
-    assert (asked.algorithm, asked.density) == ("gtopk", 0.001)
+    assert (asked.step.prediction.algorithm, asked.step.prediction.density) == ("gtopk", 0.001)
     known_of_it = in_a_column(known("adamw", "gtopk", 0.001, "fp32", 8))
     assert f"{known_of_it} points behind dense" in asked.text
     assert "The density is yours" in asked.text
-    assert unasked.density == 1
+    assert unasked.step.prediction.density == 1
     assert f"{known('adamw', 'gtopk', 0.001, 'fp32', 8).most:.1f} points behind dense" in unasked.reason
 
 
@@ -339,7 +339,7 @@ def test_the_numbers_of_ranks_are_named(monkeypatch):
         in accuracy.in_words(many, "sgd", 16)
     )
     assert ", the nearest to your 8, " in accuracy.in_words(many, "sgd", 8)
-    assert recommend(found[1]).algorithm == "dense"  # 3.6 points are too many, whatever it loses on two ranks
+    assert recommend(found[1]).step.prediction.algorithm == "dense"  # 3.6 points are too many
     assert "points behind dense on 2 and 8 ranks" in recommend(found[1]).reason
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from slow_link.link import SlowLink
 from slow_link.missing import Unavailable, enter_user_namespaces
 from slow_link.namespaces import sweep
-from slow_link.programs import NotUnderstood, program
+from slow_link.programs import program
 
 USAGE = """%(prog)s [--rate RATE] [--delay DELAY] -- mpiexec -n P COMMAND ...
        %(prog)s [--rate RATE] [--delay DELAY] -- torchrun --nproc-per-node P SCRIPT ...
@@ -55,7 +55,7 @@ def run_command(argv: Sequence[str]) -> int:
         with SlowLink(ranks=found.ranks, mbit_per_second=options.rate, milliseconds=options.delay) as link:
             print(link.describe(), file=sys.stderr, flush=True)
             done = found.run(link, timeout=options.timeout)
-    except (NotUnderstood, Unavailable, ValueError) as error:  # ValueError: no link of so many ranks
+    except (FileNotFoundError, Unavailable, ValueError) as error:  # ValueError: not understood, or too many ranks
         print(f"slow_link: {error}", file=sys.stderr)
         return NOT_STARTED
     except subprocess.TimeoutExpired:

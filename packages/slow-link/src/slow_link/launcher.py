@@ -130,7 +130,7 @@ class Launcher:
         Raises:
             subprocess.TimeoutExpired: The command took longer, and was ended.
         """
-        words = list(mpiexec) or [_mpiexec()]
+        words = list(mpiexec) or [find_mpiexec()]
         for rank in range(self.ranks):
             words += [*([":"] if rank else []), "-n", "1", *section, *self.prefix(rank), *command]
         [done] = self._run([words], [self.mpi_environment()], timeout, capture, launchers=True)
@@ -218,17 +218,12 @@ class Launcher:
         return True
 
 
-def beside_python(word: str) -> str | None:
-    """Path of a program that was installed with this Python; None where there is none."""
-    path = Path(sys.executable).parent / word
-    return str(path) if path.exists() else None
-
-
-def _mpiexec() -> str:
-    """Path of the mpiexec beside this Python, else of the one on the PATH."""
-    found = beside_python("mpiexec") or shutil.which("mpiexec")
+def find_mpiexec(word: str = "mpiexec") -> str:
+    """Path of the launcher of this name beside this Python, else of the one on the PATH."""
+    beside = Path(sys.executable).parent / word
+    found = str(beside) if beside.exists() else shutil.which(word)
     if found is None:
-        raise FileNotFoundError("no mpiexec beside this Python or on the PATH: `pip install mpich`")
+        raise FileNotFoundError(f"no {word} beside this Python or on the PATH: `pip install mpich`")
     return found
 
 

@@ -7,19 +7,20 @@ variables of env://.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from subprocess import CompletedProcess
+from typing import Any, NamedTuple
 
-from slow_link.launcher import Launcher, beside_python
+from slow_link.launcher import find_mpiexec
 
 MPIEXEC = ("mpiexec", "mpirun", "mpiexec.hydra")
-COUNT = ("-n", "-np")
+COUNT = {"-n": 1, "-np": 1}
 SECTIONS = {"-env": 2, "-wdir": 1}
-WHOLE = {"-genv": 2, "-genvall": 0, "-genvlist": 1, "-genvnone": 0, "-l": 0, "-prepend-rank": 0, "-v": 0}
+LENGTHS = (
+    COUNT | SECTIONS | {"-genv": 2, "-genvall": 0, "-genvlist": 1, "-genvnone": 0, "-l": 0, "-prepend-rank": 0, "-v": 0}
+)
 """Options of MPICH's mpiexec before the program, and how many words follow: of one section, of all of them."""
 
 PLACES = {"nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
@@ -32,27 +33,11 @@ class NotUnderstood(ValueError):  # noqa: N818 - of what was typed
     """Error for a command whose ranks cannot be told from it; says what is expected."""
 
 
-@dataclass
-class Program:
-    """Command of `ranks` processes. by: what starts them; start: its words, with options of all ranks.
-
-    section: options of every rank, for mpiexec.
-    """
+class Program(NamedTuple):
+    """Command of `ranks` processes. run: (link, timeout in seconds) -> the result of each process started here."""
 
     ranks: int
-    command: list[str]
-    by: Literal["processes", "mpiexec", "torchrun"] = "processes"
-    start: list[str] = field(default_factory=list)
-    section: list[str] = field(default_factory=list)
-
-    def run(self, link: Launcher, *, timeout: float) -> list[subprocess.CompletedProcess[str]]:
-        """Runs the command on a link; returns the result of each process started here."""
-        how: dict[str, Any] = {"timeout": timeout, "capture": False}
-        if self.by == "mpiexec":
-            return [link.mpiexec(self.command, mpiexec=self.start, section=self.section, **how)]
-        if self.by == "torchrun":
-            return link.torchrun(self.command, torchrun=self.start, **how)
-        return link.processes(self.command, **how)
+    run: Callable[..., list[CompletedProcess[str]]]
 
 
 def program(words: Sequence[str], *, ranks: int | None) -> Program:
@@ -70,37 +55,32 @@ def program(words: Sequence[str], *, ranks: int | None) -> Program:
     elif ranks is None:
         raise NotUnderstood(f"--ranks P is missing: {name} is neither mpiexec nor torchrun, which say it themselves")
     else:
-        return Program(ranks, list(words))
+        found = Program(ranks, lambda link, timeout: link.processes(words, timeout=timeout, capture=False))
     if ranks not in (None, found.ranks):
         raise NotUnderstood(f"--ranks {ranks} was given, and {name} is asked for {found.ranks}: leave --ranks out")
     return found
 
 
 def _mpiexec(words: list[str]) -> Program:
-    found = Program(0, [], "mpiexec", [_mpich(words[0])])
-    rest = words[1:]
+    ranks, section, start, rest = 0, list[str](), [_mpich(words[0])], words[1:]
     while rest and rest[0].startswith("-"):
         option = "-" + rest[0].lstrip("-")
-        following = 1 if option in COUNT else {**SECTIONS, **WHOLE}.get(option)
-        if following is None:
-            known = ", ".join([*COUNT, *SECTIONS, *WHOLE])
-            raise NotUnderstood(f"{words[0]} {rest[0]}: options that can be passed on are {known}")
-        taken, rest = rest[: 1 + following], rest[1 + following :]
+        if option not in LENGTHS:
+            raise NotUnderstood(f"{words[0]} {rest[0]}: options that can be passed on are {', '.join(LENGTHS)}")
+        taken, rest = rest[: 1 + LENGTHS[option]], rest[1 + LENGTHS[option] :]
         if option in COUNT:
-            found.ranks = _count(taken)
+            ranks = _count(taken)
         else:
-            (found.section if option in SECTIONS else found.start).extend(taken)
-    if not found.ranks or not rest or ":" in rest:
+            (section if option in SECTIONS else start).extend(taken)
+    if not ranks or not rest or ":" in rest:
         raise NotUnderstood(f"expected {words[0]} -n P COMMAND ..., one command for all ranks; got {' '.join(words)}")
-    found.command = rest
-    return found
+    how: dict[str, Any] = {"mpiexec": start, "section": section, "capture": False}
+    return Program(ranks, lambda link, timeout: [link.mpiexec(rest, timeout=timeout, **how)])
 
 
 def _mpich(word: str) -> str:
     """Path of MPICH's mpiexec; other MPIs name the variables that keep them on the link differently."""
-    path = shutil.which(word) or beside_python(word)
-    if path is None:
-        raise NotUnderstood(f"no {word} on the PATH or beside this Python: `pip install mpich`")
+    path = find_mpiexec(word)
     said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
     if "Open MPI" in said or "OpenRTE" in said:
         raise NotUnderstood(f"{path} is Open MPI's, which is not kept on the link: MPICH's is (`pip install mpich`)")
@@ -108,7 +88,7 @@ def _mpich(word: str) -> str:
 
 
 def _torchrun(start: list[str], rest: list[str]) -> Program:
-    found, typed = Program(0, [], "torchrun", list(start)), " ".join([*start, *rest])
+    ranks, kept, typed = 0, list(start), " ".join([*start, *rest])
     while rest and rest[0].startswith("-"):
         option, equals, value = rest[0].partition("=")
         name = option.lstrip("-").replace("_", "-")
@@ -116,9 +96,9 @@ def _torchrun(start: list[str], rest: list[str]) -> Program:
         taken, rest = rest[:length], rest[length:]
         given = [option, value] if equals else taken
         if name == "nproc-per-node":
-            found.ranks = _count(given)
+            ranks = _count(given)
         elif name in KEPT | FLAGS:
-            found.start += taken
+            kept += taken
         elif name in PLACES and (name, given[1:]) != ("nnodes", ["1"]):
             raise NotUnderstood(
                 f"{start[0]} {' '.join(given)}: every rank is a node of its own here, at an address that the link "
@@ -126,10 +106,9 @@ def _torchrun(start: list[str], rest: list[str]) -> Program:
             )
         elif name not in {"standalone", *PLACES}:
             raise NotUnderstood(f"{start[0]} {option}: not known here, so not known whether a word belongs to it")
-    if not found.ranks or not rest:
+    if not ranks or not rest:
         raise NotUnderstood(f"expected {start[0]} --nproc-per-node P SCRIPT ..., got {typed}")
-    found.command = rest
-    return found
+    return Program(ranks, lambda link, timeout: link.torchrun(rest, timeout=timeout, capture=False, torchrun=kept))
 
 
 def _count(words: list[str]) -> int:

@@ -49,7 +49,7 @@ def _check_sent(compressor: Compressor, x: Tensor) -> None:
 
 
 def _check_nonfinite(compressor: Compressor, x: Tensor) -> None:
-    """What says that it finds NaN and inf sends one of them."""
+    """Checks that a compressor that says it finds NaN and inf sends one of them."""
     found = not compressor(x).values.isfinite().all() or bool(x.isfinite().all())
     assert found or not getattr(compressor, "finds_nonfinite", False), f"{compressor}: sends no NaN of {x}"
 

@@ -3,7 +3,7 @@
 import re
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -199,13 +199,9 @@ def _add_own(parser: ArgumentParser, table: Mapping[str, Entry], defaults: Mappi
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
         flag = variants[takers[0]]
-        groups[heading].add_argument(
-            spelt(name),
-            type=flag.read,
-            choices=_choices(list(variants.values())),
-            metavar=flag.metavar,
-            help=f"{flag.says} (default: {_defaults(variants, defaults.get(name))})",
-        )
+        says = f"{flag.says} (default: {_defaults(variants, defaults.get(name))})"
+        choices = list(dict.fromkeys(choice for own in variants.values() for choice in own.choices or ()))
+        _add(groups[heading], [replace(flag, default=None, says=says, choices=choices or None)])
 
 
 def _defaults(variants: Mapping[str, Flag], given: object) -> str:
@@ -217,13 +213,6 @@ def _defaults(variants: Mapping[str, Flag], given: object) -> str:
     return ", ".join(
         [str(usual), *(f"{name}: {flag.default}" for name, flag in variants.items() if flag.default != usual)]
     )
-
-
-def _choices(variants: Sequence[Flag]) -> list[str] | None:
-    """Choices of all algorithms that have the flag, each once."""
-    if variants[0].choices is None:
-        return None
-    return list(dict.fromkeys(choice for flag in variants for choice in flag.choices or ()))
 
 
 def spelt(name: str) -> str:

@@ -3,34 +3,20 @@
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from typing import Any
 
 NO_DELAY = "none"
 
 
-def number(expected: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """A parser of finite real numbers for which `accepts` holds; `expected` describes them."""
+def number(expected: str, accepts: Callable[[float], bool], kind: type[float] = float) -> Callable[[str], Any]:
+    """A parser of finite numbers of this kind for which `accepts` holds; `expected` describes them."""
 
     def parse(text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and accepts(value)):
-            raise ArgumentTypeError(f"given {text!r}, expected {expected}")
-        return value
-
-    return parse
-
-
-def whole(expected: str, *, least: int, most: float = math.inf) -> Callable[[str], int]:
-    """A parser of integers least ≤ n ≤ most; `expected` describes them."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
+        if not (accepts(value) and value < math.inf):
             raise ArgumentTypeError(f"given {text!r}, expected {expected}")
         return value
 
@@ -56,6 +42,6 @@ positive = number("a number above 0", lambda value: value > 0)
 non_negative_or_auto = or_auto(number("a number from 0 on, or auto", lambda value: value >= 0))
 momentum_or_auto = or_auto(number("0 <= momentum < 1, or auto", lambda value: 0 <= value < 1))
 non_negative = number("a number from 0 on", lambda value: value >= 0)
-count = whole("a whole number from 1 on", least=1)
-count_or_zero = whole("a whole number from 0 on", least=0)
-seed = whole("a whole number from 0 to 2**64 - 1, as torch's generators take", least=0, most=2**64 - 1)
+count = number("a whole number from 1 on", lambda value: value >= 1, int)
+count_or_zero = number("a whole number from 0 on", lambda value: value >= 0, int)
+seed = number("a whole number from 0 to 2**64 - 1, as torch's generators take", lambda value: 0 <= value < 2**64, int)

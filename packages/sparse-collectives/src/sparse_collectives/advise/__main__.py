@@ -1,4 +1,16 @@
-"""The command: `python -m sparse_collectives.advise`."""
+"""Predicts a training step with every sparse allreduce, and says whether one is worth it.
+
+Started by mpiexec or torchrun it measures your ranks; with --link, or --bandwidth and --latency, it assumes a network.
+
+Examples:
+  mpiexec -n 8 python -m sparse_collectives.advise --model my_models:resnet50
+  torchrun --nproc-per-node 8 -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25
+  python -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25 --link 10gbit --ranks 32
+  python -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25 --bandwidth 2gbit --latency 80us
+
+FACTORY() returns (model, loss): a torch.nn.Module, and a function without arguments that runs forward on one batch of
+yours and returns the loss. It is called with the device as torch's default, so what it makes is already there.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +30,13 @@ from sparse_collectives.advise.report import as_json, as_text, check_plot, plot
 from sparse_collectives.advise.situation import DENSITIES, LINKS
 
 MOST_DENSITIES = 16
-LEAST, MOST = sys.float_info.min, sys.float_info.max
+COMMAND = "python -m sparse_collectives.advise"
 Units = Mapping[str, float]
 Parsed = Callable[[str], float]
 ALONE = {"": 1.0}
-RATES = {"": 1.0, "kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
+BITS = {"": 1.0, "kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
+RATES = BITS | {f"{unit}/s": scale for unit, scale in BITS.items()}
 TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-
-DESCRIPTION = """Predicts a training step with every sparse allreduce, and says whether one is worth it.
-Started by mpiexec or torchrun it measures your ranks; with --link, or --bandwidth and --latency, it assumes one."""
-EPILOG = """examples:
-  mpiexec -n 8 python -m sparse_collectives.advise --model my_models:resnet50
-  torchrun --nproc-per-node 8 -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25
-  python -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25 --link 10gbit --ranks 32
-  python -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25 --bandwidth 2gbit --latency 80us
-
-FACTORY() returns (model, loss): a torch.nn.Module, and a function without arguments that runs forward on one batch of
-yours and returns the loss. It is called with the device as torch's default, so what it makes is already there.
-"""
 
 
 def quantity(expected: str, least: float, most: float, *, units: Units = ALONE, whole: bool = False) -> Parsed:
@@ -56,33 +57,22 @@ def quantity(expected: str, least: float, most: float, *, units: Units = ALONE, 
 
 
 PARAMETERS = quantity("a whole number of 1 or more, 1,000,000,000,000,000 at most", 1, 10**15, whole=True)
+# Predictions for 4,096 ranks take seconds, and take O(P).
 RANKS = quantity("2 or more, 4,096 at most: one rank exchanges nothing", 2, 4096, whole=True)
-"""Predictions for so many take seconds, and take O(P)."""
-BANDWIDTH = quantity(
-    "1kbit to 100tbit, a rate such as 1gbit or 200mbit (a number alone is Gbit/s)",
-    1e-6,
-    1e5,
-    units=RATES | {f"{unit}/s": scale for unit, scale in RATES.items()},
-)
+STEP_SECONDS = quantity("seconds > 0", sys.float_info.min, sys.float_info.max)
+DENSITY = quantity("0 < density <= 1", sys.float_info.min, 1)
+BANDWIDTH = quantity("1kbit to 100tbit, a rate such as 1gbit (a number alone is Gbit/s)", 1e-6, 1e5, units=RATES)
 LATENCY = quantity("0 to 60 s, a time such as 50us or 30ms (a number alone is seconds)", 0, 60, units=TIMES)
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--model": {"metavar": "MODULE:FACTORY", "help": "measure forward and backward of this model"},
     "--parameters": {"type": PARAMETERS, "metavar": "N", "help": "trained parameters of your model, such as 25e6"},
-    "--optimizer": {
-        "choices": OPTIMIZERS,
-        "default": "sgd",
-        "help": "yours: what to write, and what is known of accuracy, depends on it (default: sgd, with momentum)",
-    },
-    "--step-seconds": {
-        "type": quantity("seconds > 0", LEAST, MOST),
-        "metavar": "T",
-        "help": "forward, backward and update on one rank, no communication",
-    },
+    "--step-seconds": {"type": STEP_SECONDS, "metavar": "T", "help": "of a step on one rank, without communication"},
+    "--optimizer": {"choices": OPTIMIZERS, "default": "sgd", "help": "yours; the advice depends on it (default: sgd)"},
     "--density": {
-        "type": quantity("0 < density <= 1", LEAST, 1),
+        "type": DENSITY,
         "nargs": "+",
-        "help": "of what is sent; default 0.01 0.001; yours are advised whatever is known of accuracy, which is told",
+        "help": "share that is sent, default 0.01 0.001; yours are advised even if they are known to learn worse",
     },
     "--link": {"choices": LINKS, "help": "assume this network instead of measuring"},
     "--bandwidth": {"type": BANDWIDTH, "metavar": "RATE", "help": "assume one of your own: 1gbit; alone: Gbit/s"},
@@ -127,9 +117,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m sparse_collectives.advise", description=DESCRIPTION, epilog=EPILOG, formatter_class=shape
-    )
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=shape)
     training = parser.add_mutually_exclusive_group(required=True)
     for flag, settings in FLAGS.items():
         group = training if flag in ("--model", "--parameters") else parser
@@ -173,7 +161,7 @@ def _advise(flags: argparse.Namespace, comm: Communicator) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"python -m sparse_collectives.advise: {text}", file=sys.stderr, flush=True)
+    print(f"{COMMAND}: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -37,11 +37,16 @@ class NoAdvice(Exception):  # noqa: N818 - it is what the command says
 
 
 def join(flags: argparse.Namespace) -> Communicator:
-    """The ranks that a launcher started; for an assumed link this rank alone. Raises NoAdvice."""
+    """The ranks that torchrun (over gloo) or mpiexec started; for an assumed link this one alone. Raises NoAdvice."""
     if flags.assumed:
         return Alone()
+    if dist.is_available() and dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py is there, an MPI library is not
+            from mpi4py import MPI  # noqa: F401 - its import is what as_communicator looks for
     try:
-        comm = _launched()
+        comm = as_communicator(None)
     except RuntimeError as error:
         raise NoAdvice(str(error)) from error
     if comm.size == 1:
@@ -50,16 +55,6 @@ def join(flags: argparse.Namespace) -> Communicator:
             f"--nproc-per-node P, or assume a network: --link {'|'.join(LINKS)} --ranks P"
         )
     return comm
-
-
-def _launched() -> Communicator:
-    """torchrun's ranks over gloo, else MPI's where mpi4py is there."""
-    if dist.is_available() and dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-    else:
-        with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py is there, an MPI library is not
-            from mpi4py import MPI  # noqa: F401 - its import is what as_communicator looks for
-    return as_communicator(None)
 
 
 def on_every_rank(attempt: Callable[[], T], comm: Communicator) -> T:

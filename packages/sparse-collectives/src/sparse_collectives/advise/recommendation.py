@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sparse_collectives.advise.accuracy import FEW, MOST_BEHIND, in_words
 from sparse_collectives.advise.situation import TINY, Situation, Step
@@ -23,23 +23,17 @@ WELL, UNKNOWN, BADLY = range(3)
 
 
 class Recommendation(NamedTuple):
-    """Recommended algorithm, density and wire; "dense" in float32 means no compression.
+    """Recommended step; that of "dense" in float32 means no compression.
 
-    speedup: over dense, of the whole training, warm-up included; speedup_after_warm_up: of a step after it. rule:
-    "fastest", "as fast" (see `AS_FAST`), "accuracy" (faster ones lose too much, or were not measured) or "not
+    rule: "fastest", "as fast" (see `AS_FAST`), "accuracy" (faster ones lose too much, or were not measured) or "not
     worthwhile" (see `WORTHWHILE`). reason: the rule in words. runner_up: the fastest of the others, None if nothing
     else was predicted. text: the full advice, with what to do.
     """
 
-    algorithm: str
-    options: dict[str, Any]
-    density: float
-    wire: str
-    speedup: float
-    speedup_after_warm_up: float
+    step: Step
     rule: str
     reason: str
-    runner_up: dict[str, Any] | None
+    runner_up: Step | None
     text: str
 
 
@@ -66,15 +60,7 @@ def recommend(situation: Situation) -> Recommendation:
     rule = faster if worthwhile else "not worthwhile"
     reason = " ".join([_reason(rule, p, other), *_passed_over(situation, passed)])
     advice, *lines = _use(situation, taken, dense) if worthwhile else _leave_off(situation, dense, best)
-    return Recommendation(
-        *(p.algorithm, dict(p.options), p.density, p.wire),
-        speedup=dense / taken.mean,
-        speedup_after_warm_up=dense / taken.seconds,
-        rule=rule,
-        reason=reason,
-        runner_up=None if other is None else told(other),
-        text="\n".join([advice, reason, *lines]),
-    )
+    return Recommendation(taken, rule, reason, other, "\n".join([advice, reason, *lines]))
 
 
 def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
@@ -163,19 +149,6 @@ def _lines(situation: Situation, p: Prediction) -> list[str]:
     inner = f"torch.optim.{OPTIMIZERS[situation.optimizer]}, model.named_parameters()"
     made = f"Without DDP: optimizer = UpdateOptimizer({inner}, {setting}, dense_below={TINY})"
     return [f"{made}, and forward and backward in `with optimizer.ahead():`.", steps]
-
-
-def told(step: Step) -> dict[str, Any]:
-    """An exchange and its seconds, as JSON has them."""
-    p = step.prediction
-    return {
-        "algorithm": p.algorithm,
-        "options": dict(p.options),
-        "density": p.density,
-        "wire": p.wire,
-        "step_seconds": step.seconds,
-        "mean_step_seconds": step.mean,
-    }
 
 
 def _named(step: Step) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from communicators import Link
 
 from sparse_collectives.advise.accuracy import in_a_column
 from sparse_collectives.advise.measuring import NoAdvice
-from sparse_collectives.advise.recommendation import dense_step, recommend, told
+from sparse_collectives.advise.recommendation import dense_step, recommend
 from sparse_collectives.advise.situation import Situation, Step
 from sparse_collectives.algorithms.table import ALGORITHMS
 from sparse_collectives.prediction.plain_table import amount, milliseconds, table
@@ -24,6 +25,7 @@ RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)
 BUSY = 0.1
 """A share of the time from which on it is said: by as much are times too long."""
 TIMES = ("select ms", "network ms", "merge ms", "later ms", "mean ms")
+EXCHANGE = ("algorithm", "options", "density", "wire", "nbytes", "rounds")
 HEADER = ("algorithm", "density", "wire", "sent", "rounds", *TIMES, "speed-up", "behind")
 LEGEND = (
     "later: a step after the warm-up; mean: a step over the whole training, with the warm-up that is advised; "
@@ -38,8 +40,8 @@ def as_text(situation: Situation) -> str:
     steps = situation.predictions()
     dense = dense_step(steps)
     rows = [_cells(situation, step, dense) for step in _shown(steps)]
-    busy = [warning] if (warning := _warning(situation)) else []
-    return "\n\n".join([_premises(situation), f"{table(HEADER, rows)}\n{LEGEND}", recommend(situation).text, *busy])
+    parts = [_premises(situation), f"{table(HEADER, rows)}\n{LEGEND}", recommend(situation).text, _warning(situation)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _cells(situation: Situation, step: Step, dense: float) -> tuple[str, ...]:
@@ -52,7 +54,9 @@ def _cells(situation: Situation, step: Step, dense: float) -> tuple[str, ...]:
 
 def as_json(situation: Situation) -> str:
     """The same as one object; seconds and bytes throughout."""
-    steps = situation.predictions()
+    steps, advice = situation.predictions(), recommend(situation)
+    row = partial(_row, situation, dense=dense_step(steps))
+    words = {"rule": advice.rule, "reason": advice.reason, "text": advice.text}
     found = {
         "parameters": situation.numel,
         "ranks": situation.ranks,
@@ -65,25 +69,25 @@ def as_json(situation: Situation) -> str:
         "taken_by_others": situation.taken,
         "warning": _warning(situation),
         "handling": [{"density": density, **costs._asdict()} for density, costs in situation.handling.items()],
-        "predictions": [_row(situation, step, dense_step(steps)) for step in steps],
-        "recommendation": recommend(situation)._asdict(),
+        "predictions": [row(step) for step in steps],
+        "recommendation": {**row(advice.step), **words, "runner_up": advice.runner_up and row(advice.runner_up)},
     }
     return json.dumps(found, indent=1)
 
 
 def _row(situation: Situation, step: Step, dense: float) -> dict[str, Any]:
     p, later, mean = step
-    found = None if p.density == 1 else situation.known(p)
+    found = situation.known(p)
     return {
-        **told(step),
-        "nbytes": p.nbytes,
-        "rounds": p.rounds,
+        **{name: getattr(p, name) for name in EXCHANGE},
         "compression_seconds": p.compression,
         "network_seconds": p.latency + p.transfer,
         "merging_seconds": p.merging,
+        "step_seconds": later,
+        "mean_step_seconds": mean,
         "speedup_after_warm_up": dense / later,
         "speedup": dense / mean,
-        "accuracy": None if found is None else found._asdict(),
+        "accuracy": found and found._asdict(),
     }
 
 

@@ -68,7 +68,9 @@ class Situation:
         return self.optimizer != "sgd" or (hook is not None and hook.most > MOST_BEHIND)
 
     def known(self, p: Prediction) -> Known | None:
-        """Measured accuracy of an exchange in this situation."""
+        """Measured accuracy of an exchange in this situation; None for whole gradients, or where nobody measured it."""
+        if p.density == 1:
+            return None
         sends = "updates" if self.sends_updates else "gradients"
         return known(self.optimizer, p.algorithm, p.density, p.wire, self.ranks, sends=sends)
 

@@ -155,7 +155,7 @@ class Scratch(threading.local):
     memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, nbytes: int) -> Tensor:
-        """At least ``nbytes`` bytes, valid while they are held and until this thread asks again."""
+        """Memory of ``nbytes`` bytes or more, valid while they are held and until this thread asks again."""
         if nbytes > self.memory.numel():
             fresh = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             if nbytes > KEPT:
