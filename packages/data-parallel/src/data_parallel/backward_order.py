@@ -30,7 +30,7 @@ class BackwardOrder:
         start: Callable[[int], None],
         paused: Callable[[], bool],
     ) -> None:
-        self._start, self._paused = start, paused
+        self._parameters, self._start, self._paused = parameters, start, paused
         self._members = [bucket.members for bucket in buckets]
         self._bucket_of = {member: position for position, members in enumerate(self._members) for member in members}
         self.reset()
@@ -48,6 +48,7 @@ class BackwardOrder:
         """Begins a new step, and forgets what backward left unfinished."""
         self._lacking = [set(members) for members in self._members]
         self._started = 0
+        self._sent: dict[int, tuple[int, int] | None] = {}
 
     @property
     def under_way(self) -> bool:
@@ -74,7 +75,26 @@ class BackwardOrder:
         lacking.remove(member)
         while self._started < len(self._lacking) and not self._lacking[self._started]:
             self._start(self._started)
+            self._sent |= {
+                member: gradient_version(self._parameters[member]) for member in self._members[self._started]
+            }
             self._started += 1
+
+    def changed(self) -> list[int]:
+        """Members whose gradient was changed since it was sent in backward, which has no effect any more."""
+        return [member for member, sent in self._sent.items() if gradient_version(self._parameters[member]) != sent]
+
+
+def gradient_version(parameter: Tensor) -> tuple[int, int] | None:
+    """Snapshot of a parameter's gradient in which a change of it shows.
+
+    A view of a larger tensor has that one's version, which the gradients of other parameters raise too: it counts as 0.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    base = gradient._base
+    return id(gradient), gradient._version if base is None or base.numel() == gradient.numel() else 0
 
 
 def take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
