@@ -262,7 +262,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         bucket_bytes: Size of the buckets for selection and exchange; default: the whole model at once, with `overlap`
             BUCKET_BYTES.
         overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
-            of the last layers first. All but the last backward of a step then belong into `no_sync()`, and p.grad may be
+            of the last layers first. All but the last backward of a step then belong into `no_sync()`; p.grad may be
             changed only after `synchronize()`.
         nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
             parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
