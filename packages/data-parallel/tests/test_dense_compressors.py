@@ -359,7 +359,11 @@ def test_a_state_of_another_rank_is_refused():
     ("wrong", "error", "says"),
     [
         ({"algorithm": "powersgd", "momentum": 0.9}, ValueError, "powersgd selects nothing, so momentum=0.9 belongs"),
-        ({"algorithm": "powersgd", "wire": "bf16"}, ValueError, "powersgd has a wire of its own: leave out wire='bf16'"),
+        (
+            {"algorithm": "powersgd", "wire": "bf16"},
+            ValueError,
+            "powersgd has a wire of its own: leave out wire='bf16'",
+        ),
         (
             {"algorithm": "powersgd", "options": {"teams": 2}},
             ValueError,

@@ -59,7 +59,7 @@ class ExchangingOptimizer(Wrapping):
     ) -> None:
         super().__init__(optimizer, named, comm)
         self._sent = dict(reversed(self.trained.items()) if overlap else self.trained.items())
-        self._trained, owner = list(self._sent.values()), f"a {type(self).__name__}"
+        self._trained, owner = list(self._sent.values()), type(self).__name__
         sent = list(self._sent), list(self.trained.values())
         self._training = Training(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
         self._exchange, self._group, self._accumulates = self._training.exchange, comm, False
@@ -296,6 +296,8 @@ class DistributedOptimizer(ExchangingOptimizer):
     ) -> None:
         checked = Settings.of(DistributedOptimizer, settings, nonfinite=nonfinite)
         nbytes = check_count("bucket_bytes", bucket_bytes, "bytes")
+        if not isinstance(overlap, bool):
+            raise TypeError(f"overlap is {overlap!r}, expected True or False")
         super().__init__(optimizer, named_parameters, comm, checked, sends="gradients", overlap=overlap)
         self._synchronized = False
         self._watch: OptimizerWatch | None = None
