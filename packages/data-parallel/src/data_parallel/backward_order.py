@@ -75,22 +75,19 @@ class BackwardOrder:
         lacking.remove(member)
         while self._started < len(self._lacking) and not self._lacking[self._started]:
             self._start(self._started)
-            self._sent |= {
-                member: gradient_version(self._parameters[member]) for member in self._members[self._started]
-            }
+            self._sent |= {member: _version(self._parameters[member].grad) for member in self._members[self._started]}
             self._started += 1
 
     def changed(self) -> list[int]:
         """Members whose gradient was changed since it was sent in backward, which has no effect any more."""
-        return [member for member, sent in self._sent.items() if gradient_version(self._parameters[member]) != sent]
+        return [member for member, sent in self._sent.items() if _version(self._parameters[member].grad) != sent]
 
 
-def gradient_version(parameter: Tensor) -> tuple[int, int] | None:
-    """Snapshot of a parameter's gradient in which a change of it shows.
+def _version(gradient: Tensor | None) -> tuple[int, int] | None:
+    """Snapshot in which a change shows.
 
-    A view of a larger tensor has that one's version, which the gradients of other parameters raise too: it counts as 0.
+    A view of a larger tensor shares its version with other parameters' gradients, so that only another tensor shows.
     """
-    gradient = parameter.grad
     if gradient is None:
         return None
     base = gradient._base

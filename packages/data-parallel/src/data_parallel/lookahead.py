@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from data_parallel.backward_order import gradient_version
 from data_parallel.exchange import Exchange
 
 LOOKS = 100
@@ -71,9 +70,9 @@ class ErrorLookahead:
         self._watch()
         with self._moved():
             versions = [p._version for p in self._parameters]
-            self._made, computed, given = False, _nodes(), [gradient_version(p) for p in self._parameters]
+            self._made, computed, given = False, _nodes(), self._given()
             yield
-            self._made |= given != [gradient_version(p) for p in self._parameters]
+            self._made |= given != self._given()
             computes = computed != _nodes()
             written = [self._names[at] for at, p in enumerate(self._parameters) if p._version != versions[at]]
         if written:
@@ -125,6 +124,10 @@ class ErrorLookahead:
             handles.append(p.register_hook(partial(_tell, adds, member)))  # type: ignore[no-untyped-call]
             handles.append(p.register_post_accumulate_grad_hook(partial(_tell, added, member)))  # type: ignore[no-untyped-call]
         self._unwatch = weakref.finalize(self, _remove, handles)
+
+    def _given(self) -> list[tuple[int, int] | None]:
+        """Snapshot of the gradients in which a change of them shows."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
 
     @contextmanager
     def _moved(self) -> Iterator[None]:
