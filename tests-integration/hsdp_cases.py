@@ -230,7 +230,7 @@ def the_settings_are_said_and_fixed():
     assert "momentum=0.5, clip_norm=2.0, nonfinite='raise', verify=3" in said
     assert said.endswith(f", node {place // 2} of 2, rank {place % 2} of 2 in it)")
     for name in ("momentum", "skipped"):
-        with pytest.raises(AttributeError, match=f"{name} of a HsdpState is fixed"):
+        with pytest.raises(AttributeError, match=f"{name} of HsdpState is fixed"):
             setattr(run.state, name, 0.9)
     for settings, kind in (({"clip_norm": 0.0}, ValueError), ({"verify": 1.5}, TypeError)):
         with pytest.raises(kind, match=next(iter(settings))):

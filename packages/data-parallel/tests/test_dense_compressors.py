@@ -6,9 +6,10 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState, reshard_residuals
-from data_parallel.schemes.dense_int8 import dense_int8_sent
+from data_parallel.schemes.dense_int8 import DenseInt8, dense_int8_sent
 from data_parallel.schemes.gram_schmidt import orthonormal, outer_sum
-from data_parallel.schemes.powersgd import powersgd_sent
+from data_parallel.schemes.powersgd import PowerSGD, powersgd_sent
+from data_parallel.testing import check_dense_laws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -149,41 +150,18 @@ def test_int8_sends_what_its_expression_says(size, numel):
     assert messages == [traffic.messages for traffic in sent]
 
 
-@either
-@settings(max_examples=4)
-@given(
-    size=st.sampled_from(SIZES),
-    seed=st.integers(0, 99),
-    bucket_bytes=st.sampled_from([None, 4000]),
-    dense_steps=st.integers(0, 5),
-)
-def test_a_resumed_run_has_the_same_bits(name, size, seed, bucket_bytes, dense_steps):
-    """Also where it was stopped before, or amid, the steps that PowerSGD sums whole."""
-    options = {"algorithm": name, "seed": seed, "draw": normal, "bucket_bytes": bucket_bytes}
-    options |= own_options(name, dense_steps)
-    straight = SimulatedWorld(size).run(lambda comm: train(comm, steps=range(5), **options))
-    half = SimulatedWorld(size).run(lambda comm: train(comm, steps=range(2), **options))
-    resumed = SimulatedWorld(size).run(lambda comm: train(comm, steps=range(2, 5), saved=half[comm.rank][3], **options))
-    for one, other in zip(straight, resumed, strict=True):
-        assert torch.equal(one[1], other[1])
-        assert torch.equal(one[2], other[2])
-        assert one[3][1]["distributed"].get("directions") == other[3][1]["distributed"].get("directions")
+@pytest.mark.parametrize("bucket_bytes", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dense_steps", range(4))
+def test_laws_of_powersgd(dense_steps, dtype, bucket_bytes):
+    """Also where it was stopped, or a step skipped, before, amid or after the steps that it sums dense."""
+    own = PowerSGD(dense_steps=dense_steps)
+    check_dense_laws(lambda: own, sizes=[1, 3, 4], dtype=dtype, bucket_bytes=bucket_bytes)
 
 
-@either
-@pytest.mark.parametrize("dense_steps", [0, 2, 3])
-@pytest.mark.parametrize("bucket_bytes", [None, 4000])
-def test_a_skipped_step_leaves_no_trace(name, bucket_bytes, dense_steps):
-    """Nor does it count as one that PowerSGD sums whole."""
-    options = {"algorithm": name, "nonfinite": "skip", "draw": normal, "bucket_bytes": bucket_bytes}
-    options |= own_options(name, dense_steps)
-    clean = SimulatedWorld(3).run(lambda comm: train(comm, steps=[0, 1, 3], **options))
-    dirty = SimulatedWorld(3).run(lambda comm: train(comm, steps=[0, 1, 2, 3], bad={2}, **options))
-    for one, other in zip(clean, dirty, strict=True):
-        assert torch.equal(one[1], other[1])
-        assert torch.equal(one[2], other[2])
-        assert one[3][1]["distributed"].get("directions") == other[3][1]["distributed"].get("directions")
-        assert (one[3][1]["distributed"]["skipped"], other[3][1]["distributed"]["skipped"]) == (0, 1)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 100}, {"overlap": True}], ids=str)
+def test_laws_of_int8(settings):
+    check_dense_laws(DenseInt8, atol=0.0, **settings)
 
 
 @either

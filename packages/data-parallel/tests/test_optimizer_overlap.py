@@ -188,3 +188,94 @@ def test_a_grad_scaler_is_told_what_to_use():
     scaler.scale(model.loss(drawn(0))).backward()
     with pytest.raises(RuntimeError, match="overlap=False"):
         scaler.step(optimizer)
+
+
+def replaced(model, optimizer):
+    for p in model.parameters():
+        p.grad = p.grad / 2
+
+
+@pytest.mark.parametrize("name", ["gtopk", "dense"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        lambda model, optimizer: [p.grad.mul_(0) for p in model.parameters()],
+        lambda model, optimizer: model.zero_grad(),
+        lambda model, optimizer: model.zero_grad(set_to_none=False),
+        replaced,
+    ],
+)
+def test_gradients_that_were_sent_are_not_changed_in_vain(name, change):
+    def body(comm):
+        model = Weights()
+        optimizer = optimizer_of(model, comm, algorithm=name)
+        model.loss(drawn(comm.rank)).backward()
+        change(model, optimizer)
+        with pytest.raises(RuntimeError, match=r"'weights\.3' was changed.*after synchronize\(\).*clip_norm="):
+            optimizer.step()
+        assert not any(p.any() for p in model.parameters())
+        exchange_of_a_whole_backward(model, optimizer, comm)  # nothing is under way
+
+    SimulatedWorld(2).run(body)
+
+
+def test_nor_by_a_hook_that_comes_after_the_exchange():
+    model = Weights()
+    optimizer = optimizer_of(model, None, bucket_bytes=1)
+
+    def clamp(p):
+        p.grad.clamp_(-1, 1)
+
+    model.weights[3].register_post_accumulate_grad_hook(clamp)
+    model.loss(drawn(1)).backward()
+    with pytest.raises(RuntimeError, match=r"'weights\.3' was changed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["gtopk", "dense"])
+def test_gradients_may_be_changed_where_nothing_was_sent_or_all_has_come(name):
+    def body(comm):
+        model = Weights()
+        optimizer = optimizer_of(model, comm, algorithm=name)
+        flat = torch.zeros(40)
+        for p in model.parameters():  # views of one tensor, which share a version
+            p.grad, flat = flat[: p.numel()].view_as(p), flat[p.numel() :]
+        for set_to_none in (False, True):
+            optimizer.zero_grad(set_to_none)
+            with optimizer.no_sync():
+                model.loss(drawn(comm.rank)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            model.loss(drawn(comm.rank, unused=(2,))).backward()
+            optimizer.synchronize()
+            for p in model.parameters():
+                p.grad.mul_(2)
+            optimizer.step()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model.loss(drawn(comm.rank))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    SimulatedWorld(2).run(body)
+
+
+def test_a_grad_scaler_unscales_after_synchronize():
+    model = Weights()
+    optimizer = optimizer_of(model, None, algorithm="dense", nonfinite="skip")
+    for synchronizes in (True, False):
+        optimizer.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(model.loss(drawn(0))).backward()
+        if synchronizes:
+            optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        if synchronizes:
+            scaler.step(optimizer)
+            assert torch.equal(model.weights[0], -drawn(0)[0])
+        else:
+            with pytest.raises(RuntimeError, match=r"unscale_.*synchronize\(\)"):
+                scaler.step(optimizer)

@@ -1,11 +1,12 @@
 """A `DenseCompressor` of one's own, which sends something of every element, wherever an Algorithm may stand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from communicators import Alone, CollectiveError, SimulatedWorld, schedules
 from data_parallel import DenseCompressor, DistributedOptimizer, SparseHookState
+from data_parallel.testing import check_dense_laws
 from sparse_collectives import DenseReduction
 from sparse_collectives.algorithms.gtopk import GTopK
 from torch import nn
@@ -75,32 +76,81 @@ def train(comm, steps, *, algorithm=ROUNDED, saved=None, bad=(), **options):
     return given, -comm.size * torch.cat(applied), torch.cat(rest), state, dict(model.state_dict())
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"bucket_bytes": 24}], ids=str)
+@pytest.mark.parametrize("make", [Rounded, lambda: Rounded(per_unit=2), Alternating])
+def test_laws(make, settings):
+    check_dense_laws(make, atol=0.0, **settings)
+
+
+def hiding(self, accumulated, rank, size):
+    total = yield from schedules.allreduce(accumulated.nan_to_num(0, 0, 0), rank, size)
+    return DenseReduction(total, torch.zeros_like(accumulated))
+
+
+def losing(self, accumulated, rank, size):
+    total = yield from schedules.allreduce(accumulated.round(), rank, size)
+    return DenseReduction(total, torch.zeros_like(accumulated))
+
+
+def parting(self, accumulated, rank, size):
+    reduction = yield from ROUNDED.schedule(accumulated, rank, size)
+    return DenseReduction(reduction.total + rank, reduction.dropped)
+
+
+def forgetful(self, accumulated, rank, size):
+    vars(self).setdefault("steps", 0)
+    return (yield from Alternating().schedule(accumulated, rank, size, vars(self)))
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"overlap": True}, {"bucket_bytes": 24}, {"options": {"per_unit": 2}}, {"algorithm": Alternating()}],
-    ids=str,
+    ("schedule", "says"),
+    [
+        (hiding, "an inf of rank 0 does not show"),
+        (losing, "conservation: .* of 1"),
+        (parting, "agreement: .* on rank 1 of 2"),
+        (forgetful, "a resumed run has other bits on rank 0 of 1"),
+    ],
 )
-def test_nothing_is_lost_and_all_agree(size, options):
-    results = SimulatedWorld(size).run(lambda comm: train(comm, range(5), **options))
-    given, rests = (sum(result[i] for result in results) for i in (0, 2))
-    assert rests.any()
-    for _, applied, *_ in results:
-        assert torch.equal(given, applied + rests)
+def test_laws_that_do_not_hold(schedule, says):
+    own = named("mine", schedule=schedule)
+    with pytest.raises(AssertionError, match=says):
+        check_dense_laws(lambda: own)
 
 
-@pytest.mark.parametrize("own", [ROUNDED, Alternating()], ids=lambda own: own.name)
-def test_a_resumed_run_has_the_same_bits_and_a_skipped_step_leaves_no_trace(own):
-    def run(steps, saved=None, bad=()):
-        given = {"algorithm": own, "bad": bad, "nonfinite": "skip"}
-        return SimulatedWorld(3).run(lambda comm: train(comm, steps, saved=saved and saved[comm.rank], **given))
+def returning(**parts):
+    def schedule(self, accumulated, rank, size):
+        yield from ()
+        whole = DenseReduction(accumulated, torch.zeros_like(accumulated))
+        return replace(whole, **{key: part(accumulated) for key, part in parts.items()})
 
-    whole, resumed, skipping = run(range(5)), run(range(2, 5), run(range(2))), run([0, 9, *range(1, 5)], bad={9})
-    for one, *others in zip(whole, resumed, skipping, strict=True):
-        assert one[3]["distributed"]["algorithm"] == own.name
-        for other in others:
-            assert torch.equal(one[1], other[1])
-            assert torch.equal(one[2], other[2])
+    return schedule
+
+
+def in_place(self, accumulated, rank, size):
+    total = yield from schedules.allreduce(accumulated.sub_(1), rank, size)
+    return DenseReduction(total, torch.ones_like(accumulated))
+
+
+def of_a_tuple(self, accumulated, rank, size):
+    yield from ()
+    return accumulated, accumulated
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        (lambda self, accumulated, rank, size: DenseReduction(accumulated, accumulated), "mine is no generator"),
+        (of_a_tuple, "mine returned a tuple"),
+        (in_place, "mine wrote to `accumulated`"),
+        (returning(total=lambda a: a[:5]), r"mine returned torch.float32 of \(5,\) as its total"),
+        (returning(total=lambda a: a.half()), "torch.float16 of .* as its total"),
+        (returning(dropped=lambda a: a.double()), "torch.float64 of .* as its dropped"),
+        (returning(dropped=lambda a: None), "mine returned None as its dropped"),
+    ],
+)
+def test_what_a_schedule_must_not_return(schedule, says):
+    with pytest.raises(CollectiveError, match=says):
+        SimulatedWorld(2).run(lambda comm: train(comm, [0], algorithm=named("mine", schedule=schedule)))
 
 
 def test_errors_name_the_rank_and_the_settings_of_the_others():
@@ -133,6 +183,11 @@ def test_the_hook_takes_it():
         ({"algorithm": named("")}, ValueError, "Mine has no name: give it one"),
         ({"algorithm": Rounded}, TypeError, r"the class Rounded, expected one of it, as Rounded\(\)"),
         ({"algorithm": named("mine", schedule=DenseCompressor.schedule)}, TypeError, "Mine has no schedule"),
+        (
+            {"algorithm": named("mine", __init__=lambda self: None)},
+            TypeError,
+            "Mine has an __init__ of its own.*frozen",
+        ),
         ({"algorithm": ROUNDED, "options": {"k": 1}}, ValueError, "rounded has no option k; it takes: per_unit"),
         ({"algorithm": ROUNDED, "options": {"per_unit": 0.5}}, TypeError, "per_unit is 0.5"),
         ({"algorithm": ROUNDED, "options": {"per_unit": 0}}, ValueError, "expected 1 or more"),

@@ -28,12 +28,39 @@ either = pytest.mark.parametrize("make", [optimizer_of, state_of])
 
 
 @either
-@pytest.mark.parametrize("algorithm", ["oktopk", "spardl", "dense", "auto"])
+@pytest.mark.parametrize("algorithm", ["oktopk", "spardl", "auto"])
 def test_a_compressor_that_would_be_ignored(make, algorithm):
     for compressor in (RandomK(0.1), DGCTopK(0.1)):
         with pytest.raises(ValueError, match=r"would have no effect but its k: give TopK\(density\), or none"):
             make(algorithm=algorithm, compressor=compressor)
     make(algorithm=algorithm, compressor=TopK(0.1))
+
+
+@either
+@pytest.mark.parametrize("algorithm", ["dense", "dense-int8", "powersgd"])
+def test_where_nothing_is_selected(make, algorithm):
+    """A density may be left in place, so that algorithms can be compared by name."""
+    with pytest.raises(ValueError, match=r"selects nothing, so DGCTopK\(.*\) would have no effect: leave it out"):
+        make(algorithm=algorithm, compressor=DGCTopK(0.1))
+    for settings in ({"density": 0.1}, {"density": WarmUp(0.1, steps=3)}, {"compressor": TopK(0.1)}):
+        make(algorithm=algorithm, **settings)
+
+
+class Every(TopK):
+    """A density that cannot be set."""
+
+    def __init__(self):
+        pass
+
+    @property
+    def density(self):
+        return 0.5
+
+
+def test_a_schedule_beside_a_compressor_sets_its_density():
+    assert state_of(density=WarmUp(0.2, steps=3), compressor=DGCTopK(0.05)).compressor.density == 0.25
+    with pytest.raises(ValueError, match=r"density is a schedule, but that of .* cannot be set: leave out one"):
+        state_of(density=WarmUp(0.2, steps=3), compressor=Every())
 
 
 def test_density_and_compressor():
@@ -85,6 +112,7 @@ def test_wrong_settings(make, settings, error, says):
     ("settings", "error", "says"),
     [
         ({"bucket_bytes": 1e6}, TypeError, "bucket_bytes is 1000000.0, expected a whole number of bytes, or None"),
+        ({"overlap": "yes"}, TypeError, "overlap is 'yes', expected True or False"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes is 0, expected 1 or more bytes"),
         ({"nonfinite": True}, TypeError, "nonfinite is True, expected text such as 'raise'"),
         ({"nonfinite": "ignore"}, ValueError, "expected 'raise' or 'skip'"),
@@ -102,7 +130,7 @@ def test_wrong_settings_of_the_optimizer(settings, error, says):
 @either
 def test_settings_are_fixed_afterwards(make, name):
     made = make()
-    with pytest.raises(AttributeError, match=f"{name} of a .* is fixed when that is made"):
+    with pytest.raises(AttributeError, match=f"{name} of .* is fixed when that is made"):
         setattr(made, name, None)
 
 
@@ -121,7 +149,10 @@ def test_a_compressors_own_density_may_change(make):
         (lambda **settings: optimizer_of(**settings), "comm, bucket_bytes, overlap, nonfinite, density, "),
         (lambda **settings: optimizer_of(UpdateOptimizer, **settings), "comm, bucket_bytes, nonfinite, density, "),
         (lambda **settings: state_of(**settings), "grad_scaler, named_parameters, density, "),
-        (lambda **settings: sparse_hsdp(nn.Linear(3, 2), None, **settings), "nonfinite, density, "),
+        (
+            lambda **settings: sparse_hsdp(nn.Linear(3, 2), None, **settings),
+            "nonfinite, density, ",
+        ),  # named as it was called
     ],
 )
 def test_an_unknown_keyword_is_told_the_known_ones(make, own):

@@ -11,6 +11,7 @@ from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
 from data_parallel.tally import Tally
 from hypothesis import given
 from hypothesis import strategies as st
+from sparse_compress import Compressor, topk
 from torch import nn
 
 NUMEL = 64 * 16 + 16 + 16 + 1
@@ -141,6 +142,16 @@ def test_what_waits_and_what_was_skipped():
         assert stats["residual_norm"] == pytest.approx(norm) != 0
 
 
+class OnlyOne(Compressor):
+    """The largest element."""
+
+    def __call__(self, dense):
+        return topk(dense, 1)
+
+    def entries(self, numel):
+        return 1
+
+
 def test_a_density_schedule_and_whole_gradients_say_what_they_send():
     model, optimizer = made(Alone(), density=lambda step: 0.25 / (1 + step))
     for _ in range(2):
@@ -148,6 +159,7 @@ def test_a_density_schedule_and_whole_gradients_say_what_they_send():
         optimizer.step()
     assert optimizer.stats()["density"] == 0.125
     assert made(Alone(), algorithm="dense")[1].stats()["density"] == 1
+    assert "density" not in made(Alone(), compressor=OnlyOne())[1].stats()  # it does not say
 
 
 def test_while_an_algorithm_still_sums_whole_it_is_said():

@@ -30,7 +30,7 @@ class BackwardOrder:
         start: Callable[[int], None],
         paused: Callable[[], bool],
     ) -> None:
-        self._start, self._paused = start, paused
+        self._parameters, self._start, self._paused = parameters, start, paused
         self._members = [bucket.members for bucket in buckets]
         self._bucket_of = {member: position for position, members in enumerate(self._members) for member in members}
         self.reset()
@@ -48,6 +48,7 @@ class BackwardOrder:
         """Begins a new step, and forgets what backward left unfinished."""
         self._lacking = [set(members) for members in self._members]
         self._started = 0
+        self._sent: dict[int, tuple[int, int] | None] = {}
 
     @property
     def under_way(self) -> bool:
@@ -74,7 +75,23 @@ class BackwardOrder:
         lacking.remove(member)
         while self._started < len(self._lacking) and not self._lacking[self._started]:
             self._start(self._started)
+            self._sent |= {member: _version(self._parameters[member].grad) for member in self._members[self._started]}
             self._started += 1
+
+    def changed(self) -> list[int]:
+        """Members whose gradient was changed since it was sent in backward, which has no effect any more."""
+        return [member for member, sent in self._sent.items() if _version(self._parameters[member].grad) != sent]
+
+
+def _version(gradient: Tensor | None) -> tuple[int, int] | None:
+    """Snapshot in which a change shows.
+
+    A view of a larger tensor shares its version with other parameters' gradients, so that only another tensor shows.
+    """
+    if gradient is None:
+        return None
+    base = gradient._base
+    return id(gradient), gradient._version if base is None or base.numel() == gradient.numel() else 0
 
 
 def take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:

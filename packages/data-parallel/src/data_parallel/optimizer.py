@@ -23,6 +23,14 @@ from data_parallel.training import Training
 from data_parallel.uneven import Shadow, group_for_join
 
 INSTEAD = "Wrap it in an UpdateOptimizer, and make gradients inside `with optimizer.ahead():`"
+CHANGED = (
+    "the gradient of {name!r} was changed after backward had sent it (overlap=True), which the mean does not know of: "
+    "change p.grad only after synchronize(), or clip by clip_norm="
+)
+SCALED = (
+    "overlap=True sends gradients before a GradScaler's {what}: use overlap=False, or DistributedDataParallel with "
+    'sparse_hook and its grad_scaler; where all is sent, as by "dense", call synchronize() before unscale_()'
+)
 FIXED = {*ExchangeSettings.__annotations__, "bucket_bytes", "choice", "comm", "nonfinite", "overlap"}
 
 
@@ -51,7 +59,7 @@ class ExchangingOptimizer(Wrapping):
     ) -> None:
         super().__init__(optimizer, named, comm)
         self._sent = dict(reversed(self.trained.items()) if overlap else self.trained.items())
-        self._trained, owner = list(self._sent.values()), f"a {type(self).__name__}"
+        self._trained, owner = list(self._sent.values()), type(self).__name__
         sent = list(self._sent), list(self.trained.values())
         self._training = Training(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
         self._exchange, self._group, self._accumulates = self._training.exchange, comm, False
@@ -115,7 +123,8 @@ class ExchangingOptimizer(Wrapping):
             CollectiveError: The same on every rank: something is not finite (see `nonfinite`), or an exchange fails.
             ValueError: Before anything is exchanged: parameters were frozen, unfrozen or added since this optimizer was
                 made; with `overlap` backward raises it.
-            RuntimeError: Inside `no_sync` or `ahead`, or a closure was given after `synchronize`.
+            RuntimeError: Inside `no_sync` or `ahead`, a closure was given after `synchronize`, or, with `overlap`,
+                p.grad was changed after backward had sent it.
         """
         self.check_step()
         self._refuse_no_sync("step()")
@@ -253,7 +262,8 @@ class DistributedOptimizer(ExchangingOptimizer):
         bucket_bytes: Size of the buckets for selection and exchange; default: the whole model at once, with `overlap`
             BUCKET_BYTES.
         overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
-            of the last layers first. All but the last backward of a step then belong into `no_sync()`.
+            of the last layers first. All but the last backward of a step then belong into `no_sync()`; p.grad may be
+            changed only after `synchronize()`.
         nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
             parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
             step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
@@ -286,6 +296,8 @@ class DistributedOptimizer(ExchangingOptimizer):
     ) -> None:
         checked = Settings.of(DistributedOptimizer, settings, nonfinite=nonfinite)
         nbytes = check_count("bucket_bytes", bucket_bytes, "bytes")
+        if not isinstance(overlap, bool):
+            raise TypeError(f"overlap is {overlap!r}, expected True or False")
         super().__init__(optimizer, named_parameters, comm, checked, sends="gradients", overlap=overlap)
         self._synchronized = False
         self._watch: OptimizerWatch | None = None
@@ -307,13 +319,17 @@ class DistributedOptimizer(ExchangingOptimizer):
             CollectiveError: The same on every rank: a gradient is not finite (see `nonfinite`), or an exchange fails.
             ValueError: Before anything is exchanged: parameters were frozen, unfrozen or added since this optimizer was
                 made; with `overlap` backward raises it.
-            RuntimeError: Inside `no_sync`, or twice for one step.
+            RuntimeError: Inside `no_sync`, or twice for one step; once all means have come, and are thrown away: with
+                `overlap` a p.grad was changed after backward had sent it.
         """
         self._refuse_no_sync("synchronize()")
         if self._synchronized and self._means.stands:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
         self._begin_step()
+        changed = [] if self._overlap is None else self._overlap.changed()
         means = self._means.after(self._start_all)
+        if changed:
+            raise RuntimeError(CHANGED.format(name=list(self._sent)[changed[0]]))
         for p in self._trained:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
@@ -354,11 +370,10 @@ class DistributedOptimizer(ExchangingOptimizer):
         return nullcontext()
 
     def _unscale(self, scale: Tensor | None) -> None:
-        if scale is not None and self._overlap is not None:
-            raise RuntimeError(
-                "overlap=True sends gradients before a GradScaler hands over its scale: use overlap=False, or "
-                "DistributedDataParallel with sparse_hook and its grad_scaler"
-            )
+        if self._overlap is not None and scale is not None:
+            raise RuntimeError(SCALED.format(what="step() hands over its scale"))
+        if self._overlap is not None and hasattr(self, "found_inf") and not self._synchronized:  # unscaled in vain
+            raise RuntimeError(SCALED.format(what="unscale_()"))
         if scale is not None and self._synchronized:
             raise RuntimeError("synchronize() met scaled gradients: call scaler.unscale_(optimizer) before it")
         super()._unscale(scale)

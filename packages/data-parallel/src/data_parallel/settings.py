@@ -31,9 +31,10 @@ class ExchangeSettings(TypedDict, total=False):
     Attributes:
         density: The fraction of elements that a rank sends of each bucket (with HSDP of each shard), default 0.01, or a
             schedule: a function of the number of steps taken, such as `sparse_compress.WarmUp`. Density 1 is a dense
-            sum, on no wire.
-        compressor: Another selection, instead of density (with a schedule: beside it). "oktopk", "spardl" and "dense"
-            accept only a TopK, and take its k.
+            sum, on no wire. Where nothing is selected it has no effect, so that algorithms can be compared by name.
+        compressor: Another selection, instead of density; a schedule beside it sets the compressor's own `density` in
+            every step, whatever that was, so each optimizer needs a compressor of its own. "oktopk" and "spardl" accept
+            only a TopK, and take its k; so does "dense", to no effect.
         algorithm: A name in `ALGORITHMS`, default "gtopk", or an `Algorithm` of your own. "dense" sums dense gradients,
             without compressor and residuals; "powersgd", "dense-int8", or a `DenseCompressor` of your own sends
             something of every element, with residuals, without compressor. "auto" measures the ranks and takes the
@@ -119,7 +120,12 @@ class Settings:
         if self.options is not None and not isinstance(self.options, Mapping):
             raise TypeError(f"options is {self.options!r}, expected a mapping such as {{'teams': 2}}")
         if schedule is not None:  # what it gives is checked at once, and is known before the first step
-            self.compressor.density = schedule(0)
+            first = schedule(0)
+            try:
+                self.compressor.density = first
+            except AttributeError as error:
+                said = f"density is a schedule, but that of {self.compressor} cannot be set: leave out one of them"
+                raise ValueError(said) from error
         selects = self.may_select  # checks that all of it fits the algorithm
         if self.dense_below and not selects:
             raise ValueError(f"dense_below={self.dense_below} is for algorithms that select; this one sends all whole")
@@ -180,7 +186,8 @@ class Settings:
     def _check_selects_nothing(self, name: str) -> None:
         if self.momentum:
             raise ValueError(f"{name} selects nothing, so momentum={self.momentum} belongs into the optimizer")
-        self._check_compressor(f"{name} selects nothing")
+        if type(self.compressor) is not TopK:
+            raise ValueError(f"{name} selects nothing, so {self.compressor} would have no effect: leave it out")
 
     def _check_compressor(self, why: str) -> None:
         """Raises ValueError for a compressor whose selection would be ignored. Of a TopK only its k counts."""
@@ -202,7 +209,7 @@ def check_count(name: str, value: Any, unit: str, *, least: int = 1) -> int | No
 def fixed(owner: object, name: str) -> AttributeError:
     """Error for a setting that is assigned after construction, when it would have no effect."""
     what = type(owner).__name__
-    return AttributeError(f"{name} of a {what} is fixed when that is made: set now it would do nothing")
+    return AttributeError(f"{name} of {what} is fixed when that is made: set now it would do nothing")
 
 
 def _compressor(given: Any, density: Any) -> Compressor:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator
-from replicas import STATE_KEY as KEY
-from replicas import check_saved_by, saved_by, state_of_rank, states_of_ranks
+from replicas import STATE_KEY, check_saved_by, saved_by, state_of_rank, states_of_ranks
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -151,7 +150,7 @@ def reshard_residuals(
             "a gathered state of sparse_hsdp given: its residuals belong to places inside a node, so take one place's, "
             "reshard_residuals(state['distributed']['ranks'][place], nodes)[node]"
         )
-    owns = [_whole(state[KEY]) for state in states]
+    owns = [_whole(state[STATE_KEY]) for state in states]
     places = [(own["rank"], own["world_size"]) for own in owns]
     if size < 1 or not owns or places != [(rank, len(states)) for rank in range(len(states))]:
         raise ValueError(
@@ -161,7 +160,7 @@ def reshard_residuals(
     wrapped = states[0]
     if owns[0].get("sends") == "updates":  # then the moments are each rank's own
         wrapped = {**wrapped, "state": _mean_of_states([state["state"] for state in states])}
-    return [{**wrapped, KEY: _reshard(owns, rank, size, drop=drop)} for rank in range(size)]
+    return [{**wrapped, STATE_KEY: _reshard(owns, rank, size, drop=drop)} for rank in range(size)]
 
 
 def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: bool) -> dict[str, Any]:

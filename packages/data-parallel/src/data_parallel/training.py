@@ -61,11 +61,6 @@ class Training:
             self.scheme, comm, names, settings, owner=owner, native=native, withholds=withholds, what=what
         )
 
-    @property
-    def density(self) -> float:
-        """Fraction that a rank sends now; 1 if nothing is selected, or if the compressor has no density."""
-        return float(getattr(self.settings.compressor, "density", 1.0)) if self.scheme.selects else 1.0
-
     def said(self) -> str:
         """Settings in use, as text that names them; all ranks share it but for the compressor's density."""
         scheme = self.scheme
@@ -108,8 +103,9 @@ class Training:
 
     def stats(self) -> Stats:
         """Costs and savings so far; see `communicators.Stats`."""
-        counted = {"steps": self.taken, "skipped": self.skipped}
-        return Stats({**counted, **self.exchange.stats(), "density": self.density})
+        found = {"steps": self.taken, "skipped": self.skipped, **self.exchange.stats()}
+        density = getattr(self.settings.compressor, "density", None) if self.scheme.selects else 1.0
+        return Stats(found if density is None else {**found, "density": float(density)})
 
     def state(self, trained: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """This rank's state: references. trained: what learns, with zeros in the state where nothing is kept yet."""

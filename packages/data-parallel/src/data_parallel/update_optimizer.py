@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from replicas import STATE_KEY as KEY
+from replicas import STATE_KEY
 from sparse_compress import all_finite
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -135,7 +135,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._refuse_mid_step("state_dict()")
         self._cut_by_rates()  # as the next step would
         state = super().state_dict()
-        state[KEY] |= self._step_correction.state_dict()
+        state[STATE_KEY] |= self._step_correction.state_dict()
         return state
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:

@@ -14,8 +14,7 @@ from typing import Any, Self, Unpack
 
 import torch
 from communicators import Bucket, Communicator, Stats, as_communicator
-from replicas import STATE_KEY as KEY
-from replicas import check_named_parameters, default_group, gathered_state
+from replicas import STATE_KEY, check_named_parameters, default_group, gathered_state
 from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
@@ -212,7 +211,7 @@ class SparseHookState:
         training.skipped += not training.exchange.commit_or_rollback()
         own = training.state((name, p) for name, p in self._parameters.items() if p.requires_grad)
         layout = [[names[member] for member in bucket.members] for bucket in now.cut]
-        return {KEY: {**own, "buckets": layout or (now.saved.layout if now.saved is not None else [])}}
+        return {STATE_KEY: {**own, "buckets": layout or (now.saved.layout if now.saved is not None else [])}}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
@@ -242,7 +241,7 @@ class SparseHookState:
                 before the first step, residuals that are left over are an error of the first backward.
         """
         training = self._ready()
-        own = state_dict.get(KEY) if isinstance(state_dict, Mapping) else None
+        own = state_dict.get(STATE_KEY) if isinstance(state_dict, Mapping) else None
         several = isinstance(own, Mapping) and own.get("world_size", 1) != 1
         if several and training.comm.size == 1 and self._only_looked(training):
             raise RuntimeError("load_state_dict() before there is a process group: call it after init_process_group()")

@@ -9,8 +9,7 @@ from typing import Any, Unpack
 
 import torch
 from communicators import CollectiveError, Communicator, Stats
-from replicas import STATE_KEY as KEY
-from replicas import broadcast_parameters, check_named_parameters, gathered_state, state_of_rank
+from replicas import STATE_KEY, broadcast_parameters, check_named_parameters, gathered_state, state_of_rank
 from torch import Tensor, nn
 
 from data_parallel.exchange import Mean, wait_for_all
@@ -58,7 +57,7 @@ class HsdpState:
     def __init__(
         self, model: nn.Module, between: Any, *, nonfinite: str = "raise", **settings: Unpack[ExchangeSettings]
     ) -> None:
-        checked = Settings.of(HsdpState, settings, nonfinite=nonfinite)
+        checked = Settings.of(sparse_hsdp, settings, nonfinite=nonfinite)
         if checked.is_auto:
             raise ValueError("algorithm='auto' measures replicas of a whole model: name one, such as 'gtopk'")
         self._backward = Backward(self._end)
@@ -123,7 +122,7 @@ class HsdpState:
         self._refuse_in_backward("state_dict()")
         self._exchange.commit_or_rollback()
         padded = [(name, torch.empty(shape, device=device)) for name, (shape, device) in self._shapes().items()]
-        return {KEY: {**self._training.state(padded), "inside": [self._inside.rank, self._inside.size]}}
+        return {STATE_KEY: {**self._training.state(padded), "inside": [self._inside.rank, self._inside.size]}}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks in one, for a checkpoint that one rank alone writes; for every rank to call.

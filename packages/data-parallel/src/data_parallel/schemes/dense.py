@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -83,8 +83,8 @@ class DenseCompressor:
     ) -> Schedule[DenseReduction[Tensor]]:
         """The rounds of one bucket on one rank, a generator, which returns the sum and what waits for the next step.
 
-        Over all ranks, accumulated = total + dropped, so that nothing is lost. Any rank's NaN or inf shows in the
-        total, which has the same bits on every rank.
+        Both are of the shape and dtype of `accumulated`. Over all ranks, accumulated = total + dropped, so that nothing
+        is lost. Any rank's NaN or inf shows in the total, which has the same bits on every rank.
 
         Args:
             accumulated: Residual + gradient, 1-D, float32 or float64, in memory of this call; it is not written to.
@@ -196,10 +196,25 @@ class CompressedLane(Lane):
         return Sending(self._facts, self.schedule(total), flat, scale, unused, partial(first_nonfinite, total))
 
     def schedule(self, accumulated: Tensor) -> Schedule[Any]:
-        """Rounds of the compressor, which return something with `total` and `dropped`."""
-        state = self.state_for_a_call()
+        """Rounds of the compressor, which return something with `total` and `dropped`; TypeError for anything else."""
+        state, name, version = self.state_for_a_call(), self._compressor.name, accumulated._version
         kept = {} if state is None else {"state": state}
-        return self._compressor.schedule(accumulated, self._comm.rank, self._comm.size, **kept)
+        rounds = self._compressor.schedule(accumulated, self._comm.rank, self._comm.size, **kept)
+        if not isinstance(rounds, Generator):
+            raise TypeError(f"the schedule of {name} is no generator: it takes a total over ranks by `yield from`")
+        result = yield from rounds
+        if not isinstance(result, DenseReduction):
+            raise TypeError(f"{name} returned a {type(result).__name__}, expected a DenseReduction(total, dropped)")
+        for what, given in (("total", result.total), ("dropped", result.dropped)):
+            if not (isinstance(given, Tensor) and (given.shape, given.dtype) == (accumulated.shape, accumulated.dtype)):
+                said = f"{given.dtype} of {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+                expected = f"{accumulated.dtype} of {tuple(accumulated.shape)}"
+                raise TypeError(f"{name} returned {said} as its {what}, expected {expected}, as accumulated")
+        if accumulated._version != version:
+            raise RuntimeError(
+                f"{name} wrote to `accumulated`, of which errors tell what was not finite: write to a copy"
+            )
+        return result
 
     def values(self, result: Any) -> tuple[Tensor, Tensor]:
         """All of both."""
