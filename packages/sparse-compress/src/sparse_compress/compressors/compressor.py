@@ -13,7 +13,7 @@ class Compressor(Protocol):
     """Chooses the entries of a tensor to send: any callable with ``entries``; CONTRIBUTING says how to add one.
 
     One that always takes the largest magnitudes first declares so by an attribute ``finds_nonfinite = True``: NaN and
-    inf are then looked for in what it sends. One whose residual would be none has ``unbiased = True``.
+    inf are then looked for in what it sends. One that scales values for the right mean has ``unbiased = True``.
     One with a ``step`` (see `Selection`) selects while error feedback accumulates, in fewer sweeps over memory.
     """
 
