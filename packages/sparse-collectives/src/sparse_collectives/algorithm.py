@@ -214,17 +214,11 @@ class Algorithm(ABC):
         if not isinstance(schedule, Generator):
             raise TypeError(f"the schedule of {self.name} is {schedule!r}, expected a generator that yields Rounds")
         result = yield from schedule
-        self._check_result(result, own)
+        parts = (result.total, result.dropped) if isinstance(result, Reduction) else (None,)
+        if not all(isinstance(part, SparseVector) and _KIND(part) == _KIND(own) for part in parts):
+            kind = f"numel={own.numel}, {own.dtype} on {own.device}"
+            raise TypeError(f"{self.name} returned {result}, expected a Reduction of SparseVectors of {kind}")
         return Reduction(result.total, result.dropped if cut is None else add(result.dropped, cut), comm.size)
-
-    def _check_result(self, result: object, like: SparseVector) -> None:
-        if not isinstance(result, Reduction):
-            raise TypeError(f"{self.name} returned {type(result).__name__}, expected a Reduction(total, dropped)")
-        for what, given in (("total", result.total), ("dropped", result.dropped)):
-            if not isinstance(given, SparseVector) or _KIND(given) != _KIND(like):
-                found = given if isinstance(given, SparseVector) else type(given).__name__
-                expected = f"SparseVector of numel={like.numel}, {like.dtype} on {like.device}"
-                raise TypeError(f"{self.name} returned {what}={found}, expected a {expected}")
 
     @abstractmethod
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:

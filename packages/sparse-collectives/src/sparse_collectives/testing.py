@@ -9,6 +9,7 @@ asserts them on inputs made to break them; `check_sparse_call` on inputs of your
 from __future__ import annotations
 
 import copy
+import operator
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,49 +100,38 @@ def check_sparse_call(
     size, numel, dtype = len(vectors), vectors[0].numel, vectors[0].dtype
     entry = resolve(algorithm, options, size=size, wire=wire, dtype=dtype)
 
-    def sent(rank: int, size: int) -> tuple[int, int]:
-        said = _said(entry, rank, size, k, numel, dtype)
-        return said.nbytes, said.messages
-
     def collective(comm: Communicator, sparse: SparseVector) -> Reduction:
         before = comm.bytes_sent, comm.messages_sent
         state = None if states is None else copy.deepcopy(states[comm.rank])
         result = sparse_allreduce(sparse, comm, k=k, algorithm=algorithm, options=options, wire=wire, state=state)
         if states is None:
             counted = comm.bytes_sent - before[0], comm.messages_sent - before[1]
-            most = sent(comm.rank, size)
-            within = counted[0] <= most[0] and counted[1] <= most[1]
-            assert within, f"bytes: rank {comm.rank} of {size}: {counted}, but at most {most} as it says"
+            said = entry.sent(comm.rank, size, k, numel, dtype)[:2]
+            right = counted == said if entry.exact else all(map(operator.le, counted, said))
+            least = "" if entry.exact else "at most "
+            assert right, f"bytes and messages: rank {comm.rank} sends {counted}, but {least}{said} as it says"
         return result
 
-    with _naming(entry, size, numel, k, wire, dtype):
+    with _naming(entry, size, numel, k, f"wire={wire}", dtype):
         return testing.check_laws(
             collective,
             vectors,
             dense=SparseVector.to_dense,
             total=lambda reduction: reduction.total.to_dense(),
             dropped=lambda reduction: reduction.dropped.to_dense(),
-            traffic=sent if entry.exact and states is None else None,
             comm=comm,
         )
 
 
 @contextmanager
-def _naming(
-    entry: Algorithm, size: int, n: int, k: int, wire: str = "fp32", dtype: torch.dtype = torch.float32, what: str = ""
-) -> Iterator[None]:
-    """Adds to what an assertion says the example in which it does not hold."""
+def _naming(entry: Algorithm, *example: object) -> Iterator[None]:
+    """Adds to what an assertion says the example in which it does not hold: ranks, n, k, and what else."""
     try:
         yield
     except AssertionError as error:
-        example = f"{size} ranks, n={n}, k={k}, wire={wire}, {dtype}{what}"
-        raise AssertionError(f"{entry.name}, {example}: {error}") from error
-
-
-def _said(entry: Algorithm, rank: int, size: int, k: int, numel: int, dtype: torch.dtype = torch.float32) -> Traffic:
-    said = entry.sent(rank, size, k, numel, dtype)
-    assert isinstance(said, Traffic), f"sent returned {said!r}, expected a Traffic(nbytes, messages, rounds)"
-    return said
+        size, numel, k, *more = example
+        where = ", ".join([f"{size} ranks", f"n={numel}", f"k={k}", *map(str, more)])
+        raise AssertionError(f"{entry.name}, {where}: {error}") from error
 
 
 def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[int, str, int, int]]:
@@ -153,12 +143,9 @@ def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[
         for numel, k in (SHAPES if wire == "fp32" else CODED_SHAPES)
     ]
     random.Random(0).shuffle(every)
-    seen: set[object] = set()
-    new, rest = list[tuple[int, str, int, int]](), list[tuple[int, str, int, int]]()
-    for size, wire, numel, k in every:
-        brings = {size, wire, (numel, k)}
-        (rest if brings <= seen else new).append((size, wire, numel, k))
-        seen |= brings
+    first = {part: case for case in every[::-1] for part in (case[0], case[1], case[2:])}
+    new = list(dict.fromkeys(first.values()))
+    rest = [case for case in every if case not in new]
     return every if most is None else [*new, *rest[: max(0, most - len(new))]]
 
 
@@ -171,7 +158,7 @@ def _check_calls(entry: Algorithm, size: int, numel: int, k: int, wire: str) -> 
         check_sparse_call(entry, unequal, k=k, wire=wire)
         total = check_sparse_call(entry, [topk(x, k) for x in dense], k=k, wire=wire)[0].total.to_dense()
         if k >= numel and wire == "fp32":
-            with _naming(entry, size, numel, k, wire, dtype):
+            with _naming(entry, size, numel, k, f"wire={wire}", dtype):
                 differs = testing.first_difference(total + 0.0, torch.stack(dense).sum(0) + 0.0)
                 assert not differs, f"density 1: the total is not the whole sum: {differs}"
     states = [entry.initial_state() for _ in range(size)]
@@ -216,7 +203,7 @@ def _check_floats(entry: Algorithm, size: int, numel: int, k: int, wire: str) ->
             payload = torch.tensor([0x7FC00001 + rank], dtype=torch.int32).view(torch.float32)
             dense[rank][numel // 2] = payload if bad == "nan" else strange[8]
         totals = [result.total for result in _call(entry, [topk(x, k) for x in dense], k, wire)]
-        with _naming(entry, size, numel, k, wire, what=("", ", with an inf", ", with NaN")[seed]):
+        with _naming(entry, size, numel, k, f"wire={wire}", ("any floats", "an inf", "NaN")[seed]):
             for rank, total in enumerate(totals):
                 differs = testing.first_difference(total.to_dense(), totals[0].to_dense())
                 same = torch.equal(total.pack()[16:], totals[0].pack()[16:])
@@ -234,9 +221,10 @@ def _check_rounds(entry: Algorithm, size: int) -> None:
 
     for rank, rounds in enumerate(SimulatedWorld(size).run(call)):
         with _naming(entry, size, numel, k):
-            said = _said(entry, rank, size, k, numel).rounds
-            right = rounds == said if entry.exact else rounds <= said
-            assert right, f"rounds: rank {rank} took part in {rounds}, but sent says {said}"
+            said = entry.sent(rank, size, k, numel, torch.float32)
+            assert isinstance(said, Traffic), f"sent returned {said!r}, expected a Traffic(nbytes, messages, rounds)"
+            right = rounds == said.rounds if entry.exact else rounds <= said.rounds
+            assert right, f"rounds: rank {rank} took part in {rounds}, but sent says {said.rounds}"
 
 
 def _counted(schedule: Schedule[Reduction]) -> Schedule[int]:

@@ -35,14 +35,11 @@ class Compressor(Protocol):
 
 
 @runtime_checkable
-class StatefulCompressor(Protocol):
+class StatefulCompressor(Compressor, Protocol):
     """Compressor that keeps state for each name between calls; error feedback saves it and rolls it back."""
 
     def __call__(self, tensor: Tensor, *, name: str = "") -> SparseVector:
         """Chosen entries, like ``Compressor``; tensors of different names do not affect each other."""
-
-    def entries(self, numel: int) -> int:
-        """Bound k on the entries, like ``Compressor.entries``."""
 
     def state_dict(self) -> dict[str, Any]:
         """State as plain numbers, in memory of their own."""

@@ -103,13 +103,6 @@ def select_at_least(x: Tensor, threshold: float, k: int) -> SparseVector:
     return only if bool(only.values.any()) else topk(flat, 0)
 
 
-def count_at_least(x: Tensor, threshold: float) -> int:
-    """Number of elements of ``x`` with a magnitude of at least ``threshold`` > 0; read back from a GPU."""
-    flat = flatten(x)
-    key = threshold_key(threshold, flat.dtype)
-    return int((magnitude_keys(flat) >= key).sum())
-
-
 def threshold_key(threshold: float, dtype: torch.dtype) -> int:
     """Key of the least magnitude of ``dtype`` that is not below ``threshold``."""
     rounded = torch.tensor(threshold, dtype=dtype)
