@@ -1,6 +1,6 @@
 """An Algorithm, and a compressor, of one's own: used wherever ours are, and called by its own name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -205,6 +205,11 @@ def test_what_cannot_be_used(algorithm, wire, error, says):
         DistributedOptimizer(optimizer, inner.named_parameters(), comm=Alone(), algorithm=algorithm, wire=wire)
 
 
+def test_a_name_that_is_not_ours_says_how_to_give_ones_own():
+    with pytest.raises(ValueError, match=r"unknown algorithm 'mine'.*of your own give the Algorithm itself"):
+        resolve("mine")
+
+
 def test_one_that_does_not_say_what_it_sends():
     with pytest.raises(TypeError, match=r"Unsent .*sent"):
         Unsent()
@@ -248,3 +253,98 @@ def test_the_laws_find_what_is_wrong(wrong, says):
 def test_the_laws_of_a_call_are_told_of_wrong_bytes():
     with pytest.raises(AssertionError, match="bytes"):
         check_sparse_call(TooFew(), [topk(torch.ones(9), 3)] * 3, k=3)
+
+
+def test_laws_that_check_nothing():
+    for nothing in ({"sizes": ()}, {"sizes": 4}, {"max_examples": 0}):
+        with pytest.raises(ValueError, match="check nothing"):
+            check_sparse_laws("gtopk", **nothing)
+
+
+def test_a_broken_law_names_its_example_and_the_first_difference():
+    says = r"^losing, 3 ranks, n=\d+, k=\d+, wire=.*, torch\.float\d+: conservation: .* differ, element \d+ is"
+    with pytest.raises(AssertionError, match=says):
+        check_sparse_laws(Losing(), sizes=(3,))
+    with pytest.raises(AssertionError, match=r"sent returned \(0, 0, 0\), expected a Traffic"):
+        check_sparse_laws(called("plain", GTopK, sent=lambda *given: (0, 0, 0)), sizes=(3,))
+
+
+def returning(**parts):
+    """An algorithm that returns these in place of what gTop-k does."""
+
+    def schedule(self, sparse, rank, size, k, state=None):
+        reduction = yield from GTopK().schedule(sparse, rank, size, k)
+        return replace(reduction, **parts)
+
+    return called("returning", GTopK, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"total": SparseVector.empty(14)},
+        {"total": SparseVector.empty(9, torch.float64)},
+        {"total": torch.ones(9)},
+        {"dropped": None},
+        {"dropped": SparseVector.empty(3)},
+    ],
+    ids=str,
+)
+def test_vectors_of_another_kind_are_refused_on_every_rank(parts):
+    def body(comm):
+        with pytest.raises(CollectiveError, match=r"returned Reduction.*, expected .* SparseVectors of numel=9"):
+            sparse_allreduce(topk(torch.ones(9), 3), comm, k=3, algorithm=returning(**parts))
+        return True
+
+    assert SimulatedWorld(2).run(body) == [True, True]
+
+
+@dataclass(frozen=True)
+class Slack(GTopK):
+    """Has an option with a float for a default."""
+
+    name = "slack"
+    slack: float = 1.0
+
+
+def test_options_have_the_type_of_their_default():
+    assert Slack(slack=2).facts() == Slack(slack=2.0).facts() == resolve(Slack(), {"slack": 2}).facts()
+    for wrong in (True, "1", None, float("nan")):
+        for make in (lambda given: Slack(slack=given), lambda given: resolve(Slack(), {"slack": given})):
+            with pytest.raises((TypeError, ValueError), match=r"slack is .*, expected a number, as 1.0, the default"):
+                make(wrong)
+
+
+class Aging(Counting):
+    """Calls its counter "step"."""
+
+    name = "aging"
+
+    def schedule(self, sparse, rank, size, k, state=None):
+        reduction = yield from GTopK().schedule(sparse, rank, size, k)
+        state["step"] += 1
+        return reduction
+
+    def initial_state(self):
+        return {"step": 0}
+
+
+@pytest.mark.parametrize("algorithm", [Aging(), "oktopk", "spardl"])
+@pytest.mark.parametrize("call", [sparse_allreduce, sparse_allreduce_array])
+def test_states_of_unlike_age_are_told(algorithm, call):
+    def body(comm):
+        sparse = topk(torch.ones(9), 3)
+        given = sparse if call is sparse_allreduce else torch.ones(9)
+        state = resolve(algorithm).initial_state()
+        for _ in range(5):
+            sparse_allreduce(sparse, comm, k=3, algorithm=algorithm, state=state)
+        with pytest.raises(CollectiveError, match=r"state=(new|of 4 to 7 calls)"):
+            call(given, comm, k=3, algorithm=algorithm, state=None if comm.rank else state)
+        return state["step"]
+
+    assert SimulatedWorld(2).run(body) == [5, 5]
+
+
+def test_a_state_that_lacks_a_key_is_refused():
+    with pytest.raises(ValueError, match=r"keys \['stp'\], expected \['step'\]"):
+        sparse_allreduce(topk(torch.ones(9), 3), Alone(), k=3, algorithm=Aging(), state={"stp": 0})

@@ -143,9 +143,6 @@ def test_an_algorithm_with_state_gets_it_and_changes_it_in_place(monkeypatch):
 def test_a_future_finds_the_tensors_of_a_reduction():
     """What torch does with a result on a GPU, to know which memory is in use on which stream."""
     total, dropped = topk(torch.randn(50), 7), topk(torch.randn(50), 3)
-
-    def memory(tensors):
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-    found = torch._jit_internal._extract_tensors(Reduction(total, dropped))
-    assert memory([total.pack(), dropped.pack()]) <= memory(found)
+    tensors = torch._jit_internal._extract_tensors(Reduction(total, dropped))
+    found = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert {total.pack().data_ptr(), dropped.pack().data_ptr()} <= found

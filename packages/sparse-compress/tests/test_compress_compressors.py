@@ -16,6 +16,7 @@ from sparse_compress import (
     ErrorFeedback,
     GaussianK,
     RandomK,
+    SparseVector,
     StatefulCompressor,
     Threshold,
     ThresholdReuse,
@@ -25,6 +26,7 @@ from sparse_compress import (
     concatenate,
     topk,
 )
+from sparse_compress.native.library import using
 from sparse_compress.testing import check_compressor_laws
 
 # A new compressor gets the laws by a line here: how to make it for n elements.
@@ -81,12 +83,98 @@ class Lavish(TopK):
         return topk(tensor, self.entries(tensor.numel()) + 1)
 
 
+class Shifted(TopK):
+    """Gives its values to the elements beside theirs."""
+
+    def __call__(self, tensor, **named):
+        sent = super().__call__(tensor)
+        return SparseVector(sent.indices.flip(0).neg().add(len(tensor) - 1), sent.values, len(tensor))
+
+
+class Clearing(TopK):
+    """Clears the tensor that it is given."""
+
+    step = None
+
+    def __call__(self, tensor, **named):
+        sent = super().__call__(tensor)
+        tensor.zero_()
+        return sent
+
+
+class Signs(TopK):
+    """Sends signs and one scale."""
+
+    step = None
+
+    def __call__(self, tensor, **named):
+        sent = super().__call__(tensor)
+        return SparseVector(sent.indices, sent.values.sign() * sent.values.abs().mean(), tensor.numel())
+
+
+class Mute(TopK):
+    """Sends nothing."""
+
+    step = None
+
+    def __call__(self, tensor, **named):
+        return SparseVector.empty(tensor.numel())
+
+
 @pytest.mark.parametrize(
-    ("wrong", "says"), [(Doubling(0.1), "values are not"), (Blind(0.1), "sends no NaN"), (Lavish(0.1), "at most 1")]
+    ("wrong", "says"),
+    [
+        (Doubling(0.1), "values are not"),
+        (Blind(0.1), "sends no NaN"),
+        (Lavish(0.1), "at most 1"),
+        (Shifted(0.1), "values are not"),
+        (Clearing(0.1), "was changed"),
+        (Mute(0.1), "sends nothing"),
+    ],
 )
 def test_the_laws_find_what_is_wrong(wrong, says):
     with pytest.raises(AssertionError, match=says):
         check_compressor_laws(lambda n: wrong)
+
+
+def test_the_laws_hold_of_values_of_ones_own():
+    check_compressor_laws(lambda n: Signs(0.1))
+
+
+@pytest.mark.parametrize("level", ["plain", "avx512"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_was_sent_leaves_the_residual_whatever_its_values(level, momentum):
+    feedback, gradient = ErrorFeedback(Signs(0.2), momentum=momentum), torch.randn(50)
+    with using(level):
+        sent = feedback.compress("w", gradient)
+    assert torch.equal(feedback.residual("w"), gradient - sent.to_dense())
+    assert not momentum or not feedback.state_dict()["velocities"]["w"][sent.indices.long()].any()
+
+
+@pytest.mark.parametrize(
+    ("compressor", "error", "says"),
+    [
+        (Clearing(0.1), ValueError, "Clearing.* changed the tensor of 'w'"),
+        (type("Pair", (TopK,), {"step": None, "__call__": lambda *given: (1, 2)})(), TypeError, "returned tuple"),
+        (
+            type("None", (TopK,), {"entries": lambda *given: 0})(),
+            ValueError,
+            r"entries\(50\) is 0, expected k, 1 or more",
+        ),
+        (type("Half", (TopK,), {"entries": lambda *given: 0.5})(), TypeError, r"entries\(50\) is 0.5"),
+        (type("Forgets", (TopK,), {"state_dict": dict})(), TypeError, "only one of state_dict and load_state_dict"),
+        (lambda tensor: topk(tensor, 1), TypeError, r"with entries\(numel\)"),
+    ],
+)
+def test_error_feedback_refuses(compressor, error, says):
+    with pytest.raises(error, match=says):
+        ErrorFeedback(compressor).compress("w", torch.randn(50))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(RandomK(), ThresholdReuse()), (ThresholdReuse(), RandomK())])
+def test_a_state_of_another_compressor_is_refused(ours, theirs):
+    with pytest.raises(ValueError, match="the state has the keys"):
+        ours.load_state_dict(theirs.state_dict())
 
 
 def bits(sparse):

@@ -129,14 +129,26 @@ def _check_conservation(
     for result in results:
         if dropped is not None:
             kept = kept + dropped(result).double()
-    assert torch.equal(given, kept), f"conservation: inputs sum to {given}, total + dropped to {kept}"
+    differs = first_difference(kept + 0.0, given + 0.0)  # 0 is −0 here
+    assert torch.equal(given, kept), f"conservation: total + dropped is not the sum of inputs, integers: {differs}"
 
 
 def _same_bits(a: Tensor, b: Tensor, what: str) -> None:
     """Asserts that tensors are equal as bytes: NaN equals itself here, and 0 is not −0."""
-    same = a.dtype == b.dtype and a.shape == b.shape
-    same = same and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-    assert same, f"{what}: {a} is not bit for bit {b}"
+    differs = first_difference(a, b)
+    assert not differs, f"{what}: {differs}"
+
+
+def first_difference(given: Tensor, expected: Tensor) -> str:
+    """Where two tensors differ first, bit for bit, and in how many elements; empty where they are equal."""
+    if (given.shape, given.dtype) != (expected.shape, expected.dtype):
+        return f"{given.dtype} of shape {tuple(given.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
+    both = [x.contiguous().view(-1, 1) for x in (given, expected)]
+    at = torch.ne(*(x.view(torch.uint8) for x in both)).any(1).nonzero().view(-1).tolist()
+    if not at:
+        return ""
+    first, wanted = (x[at[0]].item() for x in both)
+    return f"{len(at)} of {len(both[0])} elements differ, element {at[0]} is {first!r}, expected {wanted!r}"
 
 
 def _vector(numel: int) -> st.SearchStrategy[Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -21,8 +22,10 @@ Array: TypeAlias = NDArray[np.floating[Any]]
 State: TypeAlias = dict[str, Any]
 """Plain values, lists and tensors that an algorithm keeps between calls; changed in place, when a call has succeeded.
 
-One state serves one call at a time: the next call begins when the last has ended.
+One state serves one call at a time: the next call begins when the last has ended. "step" is the number of its calls, if
+it has one: ranks with states of unlike age are told.
 """
+_KIND = attrgetter("numel", "dtype", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,11 @@ class Algorithm(ABC):
         super().__init_subclass__()
         cls.prescribes = cls.select is not Algorithm.select
 
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.default is not MISSING:
+                object.__setattr__(self, one.name, _like(one.default, getattr(self, one.name), one.name))
+
     def check(self, size: int) -> None:  # noqa: B027 - most have nothing to check
         """Checks that the options fit the number of ranks.
 
@@ -197,7 +205,7 @@ class Algorithm(ABC):
             state: That of the calls before, where there is an `initial_state`.
 
         Raises:
-            TypeError: The algorithm's own `schedule` is no generator, or returns no `Reduction`.
+            TypeError: The algorithm's own `schedule` is no generator, or returns no `Reduction` of such vectors.
         """
         cut = None
         if len(own) != min(k, own.numel):
@@ -206,8 +214,10 @@ class Algorithm(ABC):
         if not isinstance(schedule, Generator):
             raise TypeError(f"the schedule of {self.name} is {schedule!r}, expected a generator that yields Rounds")
         result = yield from schedule
-        if not isinstance(result, Reduction):
-            raise TypeError(f"{self.name} returned {type(result).__name__}, expected a Reduction(total, dropped)")
+        parts = (result.total, result.dropped) if isinstance(result, Reduction) else (None,)
+        if not all(isinstance(part, SparseVector) and _KIND(part) == _KIND(own) for part in parts):
+            kind = f"numel={own.numel}, {own.dtype} on {own.device}"
+            raise TypeError(f"{self.name} returned {result}, expected a Reduction of SparseVectors of {kind}")
         return Reduction(result.total, result.dropped if cut is None else add(result.dropped, cut), comm.size)
 
     @abstractmethod
@@ -238,8 +248,8 @@ class Algorithm(ABC):
         """The state before the first call; None for an algorithm that keeps none."""
         return None
 
-    def check_state(self, state: State) -> None:  # noqa: B027
-        """A dict is a state of this algorithm.
+    def check_state(self, state: State) -> None:
+        """Checks that a dict is a state of this algorithm: that no key of `initial_state` is missing, or what it says.
 
         Args:
             state: As loaded.
@@ -247,6 +257,8 @@ class Algorithm(ABC):
         Raises:
             ValueError: It is not.
         """
+        if not set(state) >= set(self.initial_state() or ()):
+            raise _not_a_state(state, self.initial_state() or ())
 
     def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """Traffic amid training, if every rank selects at random: the basis of predictions. Arguments as of `sent`."""
@@ -280,10 +292,18 @@ class Algorithm(ABC):
         """The options as text, which all ranks must share."""
         return [f"{key}={value}" for key, value in self.options.items()]
 
-    def facts(self, *what: str) -> str:
-        """All that ranks must share, as text: of the call, the options, and a wire of fewer bytes."""
+    def facts(self, *what: str, state: State | None = None) -> str:
+        """All that ranks must share, as text: of the call, the options, a wire of fewer bytes, and the state's age.
+
+        The age is its "step" between powers of two, because whatever was no fact before is agreed in a call's time.
+        """
         wire = [f"wire={self.wire.name}"] if self.wire is not RAW else []
-        return f"{self.name}({', '.join([*what, *self.settings, *wire])})"
+        calls: Any = (state or {}).get("step")
+        age = []
+        if is_count(calls):
+            below = 1 << calls.bit_length()
+            age = [f"state=of {below // 2} to {below - 1} calls" if calls else "state=new"]
+        return f"{self.name}({', '.join([*what, *self.settings, *wire, *age])})"
 
     def given(self, options: Mapping[str, Any] | None) -> Self:
         """The same algorithm with these options, in the types of their defaults.
@@ -312,6 +332,8 @@ def _like(default: Any, value: Any, key: str) -> Any:
     """The value of an option in the type of its default."""
     if isinstance(default, int) and not isinstance(default, bool):
         return arguments.integer(value, key, least=None, expected=f"as {default}, the default")
+    if isinstance(default, float):
+        return arguments.number(value, key, f"a number, as {default}, the default", lambda given: given == given)
     if isinstance(default, (str, bool)) and not isinstance(value, type(default)):
         raise TypeError(f"{key} is {value!r}, expected a {type(default).__name__}, as {default!r}, the default")
     return value
@@ -320,13 +342,17 @@ def _like(default: Any, value: Any, key: str) -> Any:
 def check_values(state: State, fits: Mapping[str, Callable[[Any], bool]]) -> None:
     """Raises ValueError for a state of other keys than `fits`, or with a value that does not fit."""
     if set(state) != set(fits):
-        raise ValueError(
-            f"the state has the keys {sorted(map(str, state))}, expected {sorted(fits)}: it is another algorithm's, or "
-            "another version's; begin with the initial_state() of this one"
-        )
+        raise _not_a_state(state, fits)
     for key, fit in fits.items():
         if not fit(state[key]):
             raise ValueError(f"the state's {key} is {state[key]!r}, which no call leaves behind: it was damaged")
+
+
+def _not_a_state(state: State, keys: Iterable[str]) -> ValueError:
+    return ValueError(
+        f"the state has the keys {sorted(map(str, state))}, expected {sorted(keys)}: it is another algorithm's, or "
+        "another version's; begin with the initial_state() of this one"
+    )
 
 
 def is_count(value: Any) -> bool:

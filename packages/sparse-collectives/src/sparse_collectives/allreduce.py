@@ -102,7 +102,7 @@ def prepare(
     entry, state, k = resolved(sparse, comm, k, **settings)
     # Every call stamps its own number into the payload it sends: calls must not share one, nor the caller's.
     schedule = entry.call(sparse.clone(), comm, k, state)
-    return schedule, entry.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}")
+    return schedule, entry.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}", state=state)
 
 
 def resolved(

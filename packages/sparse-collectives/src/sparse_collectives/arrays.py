@@ -110,7 +110,8 @@ def _prepared(
         return _summed(own, comm, shaped), entry.facts(*what), flat.device
     sent = topk(flat, k)
     own[sent.indices] = 0
-    return _densified(entry.call(sent, comm, k, state), own, shaped), entry.facts(*what, f"k={k}"), flat.device
+    facts = entry.facts(*what, f"k={k}", state=state)
+    return _densified(entry.call(sent, comm, k, state), own, shaped), facts, flat.device
 
 
 def _densified(

@@ -9,17 +9,18 @@ asserts them on inputs made to break them; `check_sparse_call` on inputs of your
 from __future__ import annotations
 
 import copy
+import operator
 import random
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from communicators import Communicator, Round, Schedule, SimulatedWorld, run, testing
 from sparse_compress import SparseVector, topk
 from torch import Tensor
 
-from sparse_collectives.algorithm import Algorithm, Reduction, State
+from sparse_collectives.algorithm import Algorithm, Reduction, State, Traffic
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.allreduce import sparse_allreduce
 from sparse_collectives.wire import WIRES
@@ -55,7 +56,11 @@ def check_sparse_laws(
 
     Raises:
         AssertionError: A law does not hold; says which, where.
+        ValueError: There is nothing to check, or no such algorithm.
     """
+    if not isinstance(sizes, Collection) or not sizes or (max_examples is not None and max_examples < 1):
+        given = f"sizes={sizes!r}, max_examples={max_examples}"
+        raise ValueError(f"{given} check nothing: expected numbers of ranks, as (1, 2, 3), and at least one example")
     entries = {size: resolve(algorithm, options, size=size) for size in sizes}
     for size, entry in entries.items():
         _check_rounds(entry, size)
@@ -95,30 +100,38 @@ def check_sparse_call(
     size, numel, dtype = len(vectors), vectors[0].numel, vectors[0].dtype
     entry = resolve(algorithm, options, size=size, wire=wire, dtype=dtype)
 
-    def sent(rank: int, size: int) -> tuple[int, int]:
-        said = entry.sent(rank, size, k, numel, dtype)
-        return said.nbytes, said.messages
-
     def collective(comm: Communicator, sparse: SparseVector) -> Reduction:
         before = comm.bytes_sent, comm.messages_sent
         state = None if states is None else copy.deepcopy(states[comm.rank])
         result = sparse_allreduce(sparse, comm, k=k, algorithm=algorithm, options=options, wire=wire, state=state)
         if states is None:
             counted = comm.bytes_sent - before[0], comm.messages_sent - before[1]
-            most = sent(comm.rank, size)
-            within = counted[0] <= most[0] and counted[1] <= most[1]
-            assert within, f"bytes: rank {comm.rank} of {size}: {counted}, but at most {most} as it says"
+            said = entry.sent(comm.rank, size, k, numel, dtype)[:2]
+            right = counted == said if entry.exact else all(map(operator.le, counted, said))
+            least = "" if entry.exact else "at most "
+            assert right, f"bytes and messages: rank {comm.rank} sends {counted}, but {least}{said} as it says"
         return result
 
-    return testing.check_laws(
-        collective,
-        vectors,
-        dense=SparseVector.to_dense,
-        total=lambda reduction: reduction.total.to_dense(),
-        dropped=lambda reduction: reduction.dropped.to_dense(),
-        traffic=sent if entry.exact and states is None else None,
-        comm=comm,
-    )
+    with _naming(entry, size, numel, k, f"wire={wire}", dtype):
+        return testing.check_laws(
+            collective,
+            vectors,
+            dense=SparseVector.to_dense,
+            total=lambda reduction: reduction.total.to_dense(),
+            dropped=lambda reduction: reduction.dropped.to_dense(),
+            comm=comm,
+        )
+
+
+@contextmanager
+def _naming(entry: Algorithm, *example: object) -> Iterator[None]:
+    """Adds to what an assertion says the example in which it does not hold: ranks, n, k, and what else."""
+    try:
+        yield
+    except AssertionError as error:
+        size, numel, k, *more = example
+        where = ", ".join([f"{size} ranks", f"n={numel}", f"k={k}", *map(str, more)])
+        raise AssertionError(f"{entry.name}, {where}: {error}") from error
 
 
 def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[int, str, int, int]]:
@@ -130,12 +143,9 @@ def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[
         for numel, k in (SHAPES if wire == "fp32" else CODED_SHAPES)
     ]
     random.Random(0).shuffle(every)
-    seen: set[object] = set()
-    new, rest = list[tuple[int, str, int, int]](), list[tuple[int, str, int, int]]()
-    for size, wire, numel, k in every:
-        brings = {size, wire, (numel, k)}
-        (rest if brings <= seen else new).append((size, wire, numel, k))
-        seen |= brings
+    first = {part: case for case in every[::-1] for part in (case[0], case[1], case[2:])}
+    new = list(dict.fromkeys(first.values()))
+    rest = [case for case in every if case not in new]
     return every if most is None else [*new, *rest[: max(0, most - len(new))]]
 
 
@@ -146,10 +156,11 @@ def _check_calls(entry: Algorithm, size: int, numel: int, k: int, wire: str) -> 
         dense = _integers(size, numel, generator, dtype)
         unequal = [topk(x, (k + rank) % (numel + 1)) for rank, x in enumerate(dense)]
         check_sparse_call(entry, unequal, k=k, wire=wire)
-        results = check_sparse_call(entry, [topk(x, k) for x in dense], k=k, wire=wire)
+        total = check_sparse_call(entry, [topk(x, k) for x in dense], k=k, wire=wire)[0].total.to_dense()
         if k >= numel and wire == "fp32":
-            whole = torch.equal(results[0].total.to_dense(), torch.stack(dense).sum(0))
-            assert whole, f"density 1: with k={k} of {numel} elements the total is not the whole sum"
+            with _naming(entry, size, numel, k, f"wire={wire}", dtype):
+                differs = testing.first_difference(total + 0.0, torch.stack(dense).sum(0) + 0.0)
+                assert not differs, f"density 1: the total is not the whole sum: {differs}"
     states = [entry.initial_state() for _ in range(size)]
     kept = [state for state in states if state is not None] or None
     for _ in range(CALLS if kept or entry.prescribes else 0):
@@ -191,33 +202,35 @@ def _check_floats(entry: Algorithm, size: int, numel: int, k: int, wire: str) ->
         for rank in range(size) if bad == "nan" else range(size - 1, size) if bad else ():
             payload = torch.tensor([0x7FC00001 + rank], dtype=torch.int32).view(torch.float32)
             dense[rank][numel // 2] = payload if bad == "nan" else strange[8]
-        first, *others = [result.total for result in _call(entry, [topk(x, k) for x in dense], k, wire)]
-        for rank, total in enumerate(others, 1):
-            same = torch.equal(total.pack()[16:], first.pack()[16:])
-            assert same, f"agreement: rank {rank} has {total.values}, rank 0 {first.values}"
-        seen = not bool(first.values.isfinite().all())
-        assert seen or bad is None, f"an input was not finite, but the total is: {first.values}"
+        totals = [result.total for result in _call(entry, [topk(x, k) for x in dense], k, wire)]
+        with _naming(entry, size, numel, k, f"wire={wire}", ("any floats", "an inf", "NaN")[seed]):
+            for rank, total in enumerate(totals):
+                differs = testing.first_difference(total.to_dense(), totals[0].to_dense())
+                same = torch.equal(total.pack()[16:], totals[0].pack()[16:])
+                assert same, f"agreement: rank {rank} against rank 0: {differs or 'explicit zeros elsewhere'}"
+            seen = not bool(totals[0].values.isfinite().all())
+            assert seen or bad is None, f"element {numel // 2} of an input was not finite, but the total is"
 
 
 def _check_rounds(entry: Algorithm, size: int) -> None:
     numel, k = 50, 4
 
     def call(comm: Communicator) -> int:
-        state = entry.initial_state()
-        kept = {} if state is None else {"state": state}
-        return run(
-            _counted(entry.schedule(topk(torch.ones(numel), k), comm.rank, size, k, **kept)), comm, facts="counted"
-        )
+        schedule = entry.call(topk(torch.ones(numel), k), comm, k, entry.initial_state())
+        return run(_counted(schedule), comm, facts=entry.name)
 
     for rank, rounds in enumerate(SimulatedWorld(size).run(call)):
-        said = entry.sent(rank, size, k, numel, torch.float32).rounds
-        right = rounds == said if entry.exact else rounds <= said
-        assert right, f"rounds: rank {rank} of {size} took part in {rounds}, but sent says {said}"
+        with _naming(entry, size, numel, k):
+            said = entry.sent(rank, size, k, numel, torch.float32)
+            assert isinstance(said, Traffic), f"sent returned {said!r}, expected a Traffic(nbytes, messages, rounds)"
+            right = rounds == said.rounds if entry.exact else rounds <= said.rounds
+            assert right, f"rounds: rank {rank} took part in {rounds}, but sent says {said.rounds}"
 
 
-def _counted(schedule: Generator[Any, Any, Reduction]) -> Schedule[int]:
+def _counted(schedule: Schedule[Reduction]) -> Schedule[int]:
     """The schedule, which returns the number of its rounds."""
-    rounds, received = 0, None
+    rounds = 0
+    received: Any = None
     try:
         while True:
             action = schedule.send(received)
@@ -232,10 +245,11 @@ def _check_reference(entry: Algorithm, size: int) -> None:
         return
     numel, k, generator = 33, 5, torch.Generator().manual_seed(size)
     dense = _integers(size, numel, generator)
-    expected = entry.reference([x.numpy() for x in dense], k)
+    expected = torch.as_tensor(entry.reference([x.numpy() for x in dense], k))
     for rank, result in enumerate(_call(entry, [topk(x, k) for x in dense], k, "fp32")):
-        got = result.total.to_dense().numpy()
-        assert np.array_equal(got, expected), f"reference: rank {rank} of {size} has {got}, expected {expected}"
+        with _naming(entry, size, numel, k):
+            differs = testing.first_difference(result.total.to_dense() + 0.0, expected + 0.0)
+            assert not differs, f"reference: rank {rank}: {differs}"
 
 
 def _integers(size: int, numel: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> list[Tensor]:

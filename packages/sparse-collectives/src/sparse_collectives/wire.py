@@ -21,9 +21,9 @@ Span = tuple[int, int]
 class Wire:
     """Encoding of entries; this one leaves them as they are: values in 4 bytes (float64: 8), indices in 4.
 
-    A message stands alone, with a header; a block needs a caller that knows its span, and how many entries it has. What
-    is sent was rounded before: packing loses nothing. Sizes follow from the number of entries, so where that is known
-    nothing is read back from a GPU.
+    A message stands alone, with a header; a block needs a caller that knows its span, and says how many entries it has
+    where it knows. What is sent was rounded before: packing loses nothing. Sizes follow from the number of entries, so
+    where that is known nothing is read back from a GPU.
 
     `vector` and `entries` refuse bytes of another length by a ValueError, and on a CPU what is no vector or not all in
     the span; indices on a GPU are trusted, because looking at them would wait for it.

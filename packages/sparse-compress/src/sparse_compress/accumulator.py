@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import WIRE_DTYPES
+from sparse_compress.native.library import kernels
 from sparse_compress.vector import SparseVector
 
 
@@ -56,13 +57,16 @@ class Accumulator:
             step = torch.mul(self.velocity, momentum, out=out.velocity).add_(step)
         torch.add(self.residual, step, out=out.residual)
 
-    def clear(self, sent: SparseVector) -> None:
-        """Sets residual and velocity to zero where entries were sent (DGC's factor masking)."""
-        for tensor in self.flat():
-            if tensor.is_cpu:
-                tensor.numpy()[sent.indices.numpy()] = 0
-            else:
-                tensor.index_fill_(0, sent.indices.long(), 0)
+    def take_out(self, sent: SparseVector) -> None:
+        """v ← v − s, and u ← 0 where entries were sent (DGC's factor masking); what is not finite leaves nothing."""
+        residual, *velocity = self.flat()
+        if library := kernels(residual):
+            library.sc_take_out(residual.data_ptr(), velocity[0].data_ptr() if velocity else None, *sent.run)
+            return
+        at = sent.indices.long()
+        residual.index_copy_(0, at, (residual[at] - sent.values).nan_to_num_(0.0, 0.0, 0.0))
+        for tensor in velocity:
+            tensor.index_fill_(0, at, 0)
 
     def flat(self) -> list[Tensor]:
         """Parts as 1-D tensors, over the same memory."""

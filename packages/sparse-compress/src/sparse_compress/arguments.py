@@ -1,7 +1,7 @@
 """Checks of callers' arguments at the public edge: what was given, and what was expected."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from math import isfinite
 from numbers import Real
 from typing import Any
@@ -68,19 +68,27 @@ def positive(value: Any, what: str, *, expected: str) -> float:
 
 
 def check_compressor(compressor: Any) -> None:
-    """Raises TypeError for what cannot be called with a tensor, such as the class in place of a compressor."""
+    """Raises TypeError for what is no compressor, such as the class in place of one, or has half a state protocol."""
     if isinstance(compressor, type):
-        raise TypeError(
-            f"compressor is the class {compressor.__name__}, expected one of it, as {compressor.__name__}()"
-        )
-    if not callable(compressor):
-        raise TypeError(f"compressor is {compressor!r}, expected a compressor, as TopK(density=0.01)")
+        name = compressor.__name__
+        raise TypeError(f"compressor is the class {name}, expected one of it, as {name}()")
+    if not callable(compressor) or not hasattr(compressor, "entries"):
+        raise TypeError(f"compressor is {compressor!r}, expected one such as TopK(0.01), with entries(numel)")
+    if hasattr(compressor, "state_dict") != hasattr(compressor, "load_state_dict"):
+        raise TypeError(f"{compressor} has only one of state_dict and load_state_dict, expected both or neither")
 
 
-def not_bytes(buffer: Any) -> TypeError:
-    """Error that says what was given in place of a contiguous 1-D uint8 tensor."""
-    given = f"{buffer.dtype}, {tuple(buffer.shape)}" if isinstance(buffer, Tensor) else type(buffer).__name__
-    return TypeError(f"expected a contiguous 1-D uint8 tensor, got {given}")
+def check_keys(state: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Raises ValueError for a saved state with other keys."""
+    if set(state) != set(keys):
+        raise ValueError(f"the state has the keys {sorted(map(str, state))}, expected {sorted(keys)}: it is another's")
+
+
+def check_bytes(buffer: Any) -> None:
+    """Raises TypeError for anything but a contiguous 1-D uint8 tensor."""
+    if getattr(buffer, "dtype", None) != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        given = f"{buffer.dtype}, {tuple(buffer.shape)}" if isinstance(buffer, Tensor) else type(buffer).__name__
+        raise TypeError(f"expected a contiguous 1-D uint8 tensor, got {given}")
 
 
 def flatten(tensor: Tensor) -> Tensor:

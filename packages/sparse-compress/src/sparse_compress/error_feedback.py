@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator, read_state, write_state
-from sparse_compress.arguments import WIRE_DTYPES, check_compressor, check_dense, number
+from sparse_compress.arguments import WIRE_DTYPES, check_compressor, check_dense, integer, number
 from sparse_compress.compressors.compressor import Compressor, StatefulCompressor
 from sparse_compress.native.library import kernels
 from sparse_compress.selection import all_finite
@@ -35,7 +35,8 @@ class ErrorFeedback:
 
         u ← m·u + g;  v ← v + u;  send s = C(v);  u, v ← 0 where sent
 
-    What a collective drops comes back by ``restore``, so that nothing is lost: sent + residual = accumulated.
+    What a collective drops comes back by ``restore``, so that nothing is lost: sent + residual = accumulated, also of a
+    compressor that sends values of its own, such as signs with a scale.
 
     Memory: 4 bytes a parameter, 8 with momentum (float64 gradients: twice that), whatever the gradient's dtype.
 
@@ -88,10 +89,10 @@ class ErrorFeedback:
             The entries to send, over the flat tensor.
 
         Raises:
-            TypeError: The gradient is not dense and floating.
+            TypeError: The gradient is not dense and floating, or the selection no vector.
             ValueError: Its shape, device or accumulation dtype differ from earlier ones of that name, or the selection
-                does not fit. Whatever the selection raises, the gradient is in the residual by then (tentative: until
-                ``rollback``).
+                does not fit, or has changed what it was given. Whatever the selection raises, the gradient is in the
+                residual by then (tentative: until ``rollback``).
         """
         if not isinstance(gradient, Tensor) or self._checked.get(name) != KIND(gradient):
             self._check(name, gradient)
@@ -108,7 +109,7 @@ class ErrorFeedback:
             before.advance(gradient, self.momentum, out=after)
             after.fill(withhold, 0.0)
             sent, finite = self._selected(name, after.residual.view(-1), select)
-            after.clear(sent)
+            after.take_out(sent)
             after.fill(withhold, held)
         again = self.tentative and name in self._finite  # more than once in one step
         self._finite[name] = self._finite[name] & finite if again else finite
@@ -126,6 +127,10 @@ class ErrorFeedback:
                 f"residual is {tuple(residual.shape)}, {residual.dtype} on {residual.device}: use another name "
                 "for another tensor, and load states to the device of the gradients"
             )
+        numel = gradient.numel()
+        integer(
+            self.compressor.entries(numel), f"{self.compressor}.entries({numel})", least=min(numel, 1), expected="k"
+        )
         self._checked[name] = KIND(gradient)
 
     def _begin(self, name: str) -> Accumulator:
@@ -140,14 +145,18 @@ class ErrorFeedback:
         self, name: str, accumulated: Tensor, select: Callable[[Tensor], SparseVector] | None
     ) -> tuple[SparseVector, Tensor]:
         """Entries to send, and whether all is finite."""
+        chooser, named = select or self.compressor, {}
         if select is None and isinstance(self.compressor, StatefulCompressor):
-            sent = self.compressor(accumulated, name=name)
-        else:
-            sent = (select or self.compressor)(accumulated)
+            named["name"] = name
+        writes = None if accumulated.is_inference() else accumulated._version
+        sent = chooser(accumulated, **named)
+        if writes is not None and accumulated._version != writes:
+            raise ValueError(f"{chooser} changed the tensor of {name!r}, which is the residual: let it change a clone")
+        if not isinstance(sent, SparseVector):
+            raise TypeError(f"{chooser} returned {type(sent).__name__} for {name!r}, expected a SparseVector")
         if (sent.numel, sent.dtype, sent.device) != (len(accumulated), accumulated.dtype, accumulated.device):
             raise _misfit(f"the selection for {name!r} is {sent},", accumulated)
-        by_magnitude = getattr(select or self.compressor, "finds_nonfinite", False)
-        return sent, all_finite(sent if by_magnitude else accumulated)
+        return sent, all_finite(sent if getattr(chooser, "finds_nonfinite", False) else accumulated)
 
     def is_suspect(self, name: str) -> bool:
         """Whether `suspects` names a tensor; reads back this one only. False before it was compressed.

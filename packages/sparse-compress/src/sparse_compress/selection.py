@@ -221,7 +221,7 @@ def plain_step(
     """`Selection.step` by any selection, in a sweep each."""
     before.advance(gradient, momentum, out)
     sent = select(out.residual.view(-1))
-    out.clear(sent)
+    out.take_out(sent)
     return sent
 
 

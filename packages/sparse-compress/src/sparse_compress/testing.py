@@ -13,8 +13,9 @@ from torch import Tensor
 
 from sparse_compress.compressors.compressor import Compressor
 from sparse_compress.error_feedback import ErrorFeedback
+from sparse_compress.vector import SparseVector
 
-SIZES = (0, 1, 2, 33, 400)
+SIZES = (1, 2, 33, 400, 0)
 
 
 def check_compressor_laws(make: Callable[[int], Compressor]) -> None:
@@ -37,15 +38,20 @@ def check_compressor_laws(make: Callable[[int], Compressor]) -> None:
 
 
 def _check_sent(compressor: Compressor, x: Tensor) -> None:
-    """At most `entries` elements of the tensor with their values, in order, and not none unless all are zero."""
+    """At most `entries` elements of the tensor, in order, with values that leave less of it than sending none would."""
     before, most, whose = x.clone(), compressor.entries(x.numel()), f"{compressor} of {x.numel()} elements"
     sparse = compressor(x)
     assert torch.equal(x, before), f"{whose}: the tensor was changed"
+    fits = isinstance(sparse, SparseVector) and (sparse.numel, sparse.dtype) == (x.numel(), x.dtype)
+    assert fits, f"{whose}: returns {sparse}, expected a SparseVector of its numel and {x.dtype}"
     assert len(sparse) <= most <= x.numel(), f"{whose}: sends {len(sparse)}, but entries() says at most {most}"
     assert len(sparse) or not x.any(), f"{whose}: sends nothing, though not all are zero"
     assert torch.equal(sparse.indices, torch.unique(sparse.indices)), f"{whose}: {sparse.indices} do not increase"
-    right = getattr(compressor, "unbiased", False) or torch.equal(sparse.values, x[sparse.indices.long()])
-    assert right, f"{whose}: values are not those of the tensor: {sparse.values}"
+    left, all_of_it = (x.double() - sparse.to_dense().double()).norm(), x.double().norm()
+    right = torch.equal(sparse.values, x[sparse.indices.long()]) or left < all_of_it
+    assert right or getattr(compressor, "unbiased", False), (
+        f"{whose}: values are not those of the tensor, and leave ‖x − s‖ = {left:.4g} of ‖x‖ = {all_of_it:.4g}"
+    )
 
 
 def _check_nonfinite(compressor: Compressor, x: Tensor) -> None:
@@ -67,4 +73,6 @@ def _check_conservation(make: Callable[[int], Compressor], numel: int) -> None:
         feedback.commit()
         total, sent = total + gradient, sent + again
         held = sent + feedback.residual("w")
-        assert torch.equal(held, total), f"{feedback.compressor}: sent and residual are {held}, accumulated {total}"
+        assert torch.allclose(held, total, rtol=0, atol=1e-3), (
+            f"{feedback.compressor}: sent and residual are {held}, accumulated {total}"
+        )

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import MAX_NUMEL, WIRE_DTYPES, element_count, not_bytes
+from sparse_compress.arguments import MAX_NUMEL, WIRE_DTYPES, check_bytes, element_count
 from sparse_compress.native.library import kernels
 
 HEADER_BYTES = 32
@@ -211,8 +211,7 @@ class SparseVector:
             ValueError: The header is corrupted, or does not fit ``like``; or indices do not increase strictly within
                 numel.
         """
-        if getattr(buffer, "dtype", None) != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-            raise not_bytes(buffer)
+        check_bytes(buffer)
         nbytes = buffer.numel()
         if nbytes < HEADER_BYTES:
             raise ValueError(f"{nbytes} bytes given, but the header alone has {HEADER_BYTES}")

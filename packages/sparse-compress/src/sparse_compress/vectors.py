@@ -15,21 +15,8 @@ from torch import Tensor
 from sparse_compress.arguments import integer
 from sparse_compress.magnitude import magnitude_keys, positions
 from sparse_compress.native.library import PER_ENTRY, PIECES, SCRATCH, SLACK, kernels
-from sparse_compress.vector import SparseVector, check_entries
-
-__all__ = [
-    "check_entries",
-    "compact",
-    "copied_runs",
-    "join",
-    "larger",
-    "of_entries",
-    "pad",
-    "split",
-    "take",
-    "where",
-    "without",
-]
+from sparse_compress.vector import SparseVector
+from sparse_compress.vector import check_entries as check_entries
 
 
 def of_entries(indices: Tensor, values: Tensor, numel: int) -> SparseVector:
@@ -88,11 +75,8 @@ def larger(sparse: SparseVector, key: int, ties: int = 0) -> SparseVector:
         count = library.sc_filter(*sparse.run, key, ties, indices, values, others)
         return sparse if count == len(sparse) else copied_runs([(indices, values, count)], sparse)
     keys = magnitude_keys(sparse.values)
-    chosen = keys > key
-    if ties:
-        tied = keys == key
-        chosen |= tied & (tied.cumsum(0) <= ties)
-    return where(sparse, chosen)
+    tied = keys == key
+    return where(sparse, (keys > key) | (tied & (tied.cumsum(0) <= ties)))
 
 
 def without(sparse: SparseVector, other: SparseVector) -> SparseVector:

@@ -67,7 +67,7 @@ def _known(algorithm: str | Algorithm) -> Algorithm:
     names = ", ".join([*ALGORITHMS, AUTO])
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:
-            raise ValueError(f"unknown algorithm {algorithm!r}; known: {names}")
+            raise ValueError(f"unknown algorithm {algorithm!r}; known: {names}; of your own give the Algorithm itself")
         return ALGORITHMS[algorithm]
     if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
         raise TypeError(f"algorithm is the class {algorithm.__name__}, expected one of it, as {algorithm.__name__}()")

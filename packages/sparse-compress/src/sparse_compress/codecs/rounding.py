@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import not_bytes
+from sparse_compress.arguments import check_bytes
 from sparse_compress.native.library import kernels
 
 SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
@@ -120,8 +120,7 @@ def aligned(data: Tensor) -> Tensor:
 
     TypeError for anything but a contiguous 1-D uint8 tensor.
     """
-    if getattr(data, "dtype", None) != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
-        raise not_bytes(data)
+    check_bytes(data)
     if not len(data):
         return data.new_empty(0)  # NumPy gives empty ones a stride of 0
     return data.clone() if data.data_ptr() % 4 or data.storage_offset() % 4 else data

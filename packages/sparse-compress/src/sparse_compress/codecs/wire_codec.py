@@ -35,10 +35,8 @@ class WireCodec:
 
     def __init__(self, values: str = "bf16", indices: str = "packed") -> None:
         if values not in list(VALUES) or indices not in ("raw", "packed"):
-            raise ValueError(
-                f"values={values!r}, indices={indices!r} given, expected values of {list(VALUES)} "
-                "and indices 'raw' or 'packed'"
-            )
+            known = f"values of {list(VALUES)} and indices 'raw' or 'packed'"
+            raise ValueError(f"values={values!r}, indices={indices!r} given, expected {known}")
         self.values, self.indices = values, indices
 
     def nbytes(self, entries: int, numel: int) -> int:
@@ -78,11 +76,8 @@ class WireCodec:
         message[FREE_BYTES:HEADER_BYTES] = vector.pack()[FREE_BYTES:HEADER_BYTES]
         body = message[HEADER_BYTES:]
         body[:size] = VALUES[self.values].pack(values)
-        packed = (
-            elias_fano.pack(vector.indices, vector.numel)
-            if self.indices == "packed"
-            else vector.indices.view(torch.uint8)
-        )
+        raw = vector.indices.view(torch.uint8)
+        packed = elias_fano.pack(vector.indices, vector.numel) if self.indices == "packed" else raw
         body[indices_at : indices_at + len(packed)] = packed
         return message
 

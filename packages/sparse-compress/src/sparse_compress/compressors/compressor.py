@@ -13,18 +13,19 @@ class Compressor(Protocol):
     """Chooses the entries of a tensor to send: any callable with ``entries``; CONTRIBUTING says how to add one.
 
     One that always takes the largest magnitudes first declares so by an attribute ``finds_nonfinite = True``: NaN and
-    inf are then looked for in what it sends. One that returns other values than the tensor's has ``unbiased = True``.
+    inf are then looked for in what it sends. One that scales values for the right mean has ``unbiased = True``.
     One with a ``step`` (see `Selection`) selects while error feedback accumulates, in fewer sweeps over memory.
     """
 
     def __call__(self, tensor: Tensor) -> SparseVector:
-        """Entries chosen from ``tensor`` flattened, with their values; at most ``entries(tensor.numel())``.
+        """Entries chosen from ``tensor`` flattened, which stays as it is; at most ``entries(tensor.numel())``.
 
-        Not empty, unless the tensor is or all of it is zero.
+        With their values, or others s that leave less of the tensor x, as signs with a scale: ‖x − s‖ < ‖x‖. Not empty,
+        unless the tensor is or all of it is zero.
         """
 
     def entries(self, numel: int) -> int:
-        """Bound k on the entries that a tensor of ``numel`` elements gives, alike on every rank.
+        """Bound k on the entries that a tensor of ``numel`` elements gives, alike on every rank; ≥ 1 unless empty.
 
         It bounds the capacity of every receive.
 
@@ -34,14 +35,11 @@ class Compressor(Protocol):
 
 
 @runtime_checkable
-class StatefulCompressor(Protocol):
+class StatefulCompressor(Compressor, Protocol):
     """Compressor that keeps state for each name between calls; error feedback saves it and rolls it back."""
 
     def __call__(self, tensor: Tensor, *, name: str = "") -> SparseVector:
         """Chosen entries, like ``Compressor``; tensors of different names do not affect each other."""
-
-    def entries(self, numel: int) -> int:
-        """Bound k on the entries, like ``Compressor.entries``."""
 
     def state_dict(self) -> dict[str, Any]:
         """State as plain numbers, in memory of their own."""

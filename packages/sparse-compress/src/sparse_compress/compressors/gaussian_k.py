@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sparse_compress.arguments import flatten
 from sparse_compress.compressors.density import Density
-from sparse_compress.compressors.threshold import count_at_least, select_at_least
+from sparse_compress.compressors.threshold import select_at_least, threshold_key
+from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.selection import topk
 from sparse_compress.vector import SparseVector
 
@@ -46,7 +47,7 @@ class GaussianK(Density):
         if not 0 < threshold < float("inf"):
             return topk(flat, k)
         for _ in range(CORRECTIONS):
-            count = count_at_least(flat, threshold)
+            count = int((magnitude_keys(flat) >= threshold_key(threshold, flat.dtype)).sum())
             if 3 * count < 2 * k:
                 threshold *= 0.5
             elif 3 * count > 4 * k:

@@ -7,7 +7,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import flatten, integer
+from sparse_compress.arguments import check_keys, flatten, integer
 from sparse_compress.compressors.density import Density
 from sparse_compress.selection import gather
 from sparse_compress.vector import SparseVector
@@ -74,7 +74,8 @@ class RandomK(Density):
         return {"calls": dict(self._calls)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the number of calls by name."""
+        """Restores the number of calls by name; ValueError for another's state."""
+        check_keys(state, ("calls",))
         self._calls = dict(state["calls"])
 
 

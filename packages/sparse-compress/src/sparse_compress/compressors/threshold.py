@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import check_dense, flatten, integer, positive
+from sparse_compress.arguments import check_dense, check_keys, flatten, integer, positive
 from sparse_compress.compressors.density import Density
 from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.selection import reaching, topk
@@ -82,7 +82,8 @@ class ThresholdReuse(Density):
         return {"calls": dict(self._calls), "thresholds": dict(self._thresholds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores thresholds and numbers of calls by name."""
+        """Restores thresholds and numbers of calls by name; ValueError for another's state."""
+        check_keys(state, ("calls", "thresholds"))
         self._calls, self._thresholds = dict(state["calls"]), dict(state["thresholds"])
 
 
@@ -100,13 +101,6 @@ def select_at_least(x: Tensor, threshold: float, k: int) -> SparseVector:
         return selected
     only = topk(flat, 1)
     return only if bool(only.values.any()) else topk(flat, 0)
-
-
-def count_at_least(x: Tensor, threshold: float) -> int:
-    """Number of elements of ``x`` with a magnitude of at least ``threshold`` > 0; read back from a GPU."""
-    flat = flatten(x)
-    key = threshold_key(threshold, flat.dtype)
-    return int((magnitude_keys(flat) >= key).sum())
 
 
 def threshold_key(threshold: float, dtype: torch.dtype) -> int:

@@ -1201,6 +1201,19 @@ EXPORT void sc_add_at(void *out, const void *index, const void *value, int64_t c
     }
 }
 
+/* v <- v - value at the indices, 0 where that is not finite, and u <- 0 there; without u where it is null. */
+EXPORT void sc_take_out(void *v, void *u, const void *index, const void *value, int64_t count) {
+    f32 *residual = v, *velocity = u;
+    const i32 *at = index;
+    const f32 *x = value;
+    for (int64_t i = 0; i < count; i++) {
+        f32 left = residual[at[i]] - x[i];
+        residual[at[i]] = left - left == 0 ? left : 0;
+        if (velocity)
+            velocity[at[i]] = 0;
+    }
+}
+
 /* ---- Fewer bytes -------------------------------------------------------------------------------------------------- */
 
 EXPORT void sc_to_bf16(const void *values, int64_t n, void *out) { use.to_bf16(values, n, out); }

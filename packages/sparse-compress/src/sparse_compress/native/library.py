@@ -56,6 +56,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sc_pack_indices": (None, [c_void_p, c_int64, c_int, c_int64, c_void_p]),
     "sc_unpack_indices": (c_int64, [c_void_p, c_int64, c_int, c_int64, c_void_p]),
     "sc_add_at": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
+    "sc_take_out": (None, [*[c_void_p] * 4, c_int64]),
 }
 
 
