@@ -157,6 +157,8 @@ class Driver(ABC):
                 f"the state is of {state['algorithm']}, but this is {self.what}: to go on with another algorithm start "
                 "from a plain checkpoint of the model, made inside averaged_model(), or after drain()"
             )
+        if lacking := [key for key in self.needs if key not in state]:
+            raise ValueError(f"the state lacks {lacking}: it was cut, or is of other settings of {self.what}")
         for name in self.rule.kept:
             refuse_other_shapes(name, state["kept"].get(name, {}), self.parts)
         if len(state["rates"]) != (groups := len(self.owner.param_groups)):
@@ -224,6 +226,12 @@ class Driver(ABC):
     def put(self, xs: Iterable[Tensor]) -> None:
         """Puts vectors, one for each part, into the parameters."""
         for part, x in zip(self.parts, xs, strict=True):
+            if getattr(x, "shape", None) != (part.bucket.numel,):
+                given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(
+                    f"a boundary of {self.what} returned {given}, expected the parameters after it, a tensor of "
+                    f"{part.bucket.numel} elements as x has"
+                )
             part.put(x)
 
     def next_boundary(self) -> None:
@@ -264,6 +272,8 @@ class Driver(ABC):
 
 class Boundaries(Driver):
     """Exchange of the whole model at every boundary; the mean may travel during the next block."""
+
+    _at_mean = True  # whether the last boundary left every rank at the mean
 
     def connect(self) -> list[Averaging]:
         """Makes the one exchange."""
@@ -344,6 +354,8 @@ class Boundaries(Driver):
         self._set_rates()
         xs = self._moved(self.parts, xs, arrived)
         self.put(xs)
+        if arrived.means:
+            self._at_mean = all(x is mean for x, mean in zip(xs, arrived.means, strict=True))
         if overlaps and arrived.unfinished:
             self._averaging.launch(xs, weight, finished=finished)
         self.share()
@@ -371,6 +383,8 @@ class Boundaries(Driver):
     def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
         """Model at the end: the last mean or, where the last exchange had none, the one before: no rank has moved.
 
-        Weighted ranks may have moved by steps of weight 0; then all are averaged once more.
+        Weighted ranks may have moved by steps of weight 0, and some rules leave ranks beside the mean; then all are
+        averaged once more.
         """
-        return last or (self.models(self.comm) if self._weighted else before or [part.gather() for part in self.parts])
+        moved = self._weighted or not (self._at_mean or self.rule.overlaps)
+        return last or (self.models(self.comm) if moved else before or [part.gather() for part in self.parts])

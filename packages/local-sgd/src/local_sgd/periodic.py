@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from local_sgd.averaging import Averaging
 from local_sgd.driver import Block, Boundaries, Driver
 from local_sgd.parts import digest
-from local_sgd.rule import Rule
+from local_sgd.rule import Rule, check_rule
 from local_sgd.settings import Every, Settings, check_settings, number
 
 
@@ -82,6 +82,7 @@ class PeriodicAveraging(Wrapping):
         driver: Driver | None = None,
         **settings: Unpack[Settings],
     ) -> None:
+        check_rule(rule)
         what = type(rule if type(self) is PeriodicAveraging else self).__name__
         check_settings(settings, what, type(self))
         self.rule, self._driver, self._block = rule, driver or Boundaries(), Block(sync_every)
@@ -260,7 +261,7 @@ class PeriodicAveraging(Wrapping):
                 number of ranks; or, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
         self._refuse_shown("load_state_dict()")
-        wrapped, own = self.parts_of_state(state_dict, self._driver.needs, anyones="drained")
+        wrapped, own = self.parts_of_state(state_dict, ("algorithm",), anyones="drained")
         self._driver.check(own)
         self.wait()  # an error of what is under way is raised before anything is changed
         taken = self._block.steps - self._steps_before
