@@ -326,7 +326,7 @@ class Boundaries(Driver):
         """Checks the rule's state and the mean under way besides; it is of all parameters."""
         super().check(state)
         self.rule.check(state)
-        if "rounds" in state:
+        if "rounds" in state and "rounds" not in self.needs:
             raise ValueError("the state is of outer steps by rounds, and this optimizer is without")
         if self.rule.overlaps:
             refuse_other_shapes("arrived", state["arrived"]["means"], self.parts)

@@ -35,7 +35,8 @@ class PeriodicAveraging(Wrapping):
 
     Parameters of 16 bits are averaged in 32; the rounding error stays with the rank that rounds.
     Parameters that are frozen now (requires_grad False) are left out; freezing or adding some later is an error.
-    A warning says so where `model` is in DDP among the same ranks, because that exchanges every gradient anyway.
+    A warning says so where `model` is or holds a DDP module among the same ranks, because that exchanges every gradient
+    anyway; DDP round `model` is not seen.
 
     Args:
         optimizer: Any optimizer over the live parameters; this object shares its param_groups, state and defaults.
@@ -87,8 +88,7 @@ class PeriodicAveraging(Wrapping):
         check_settings(settings, what, type(self))
         self.rule, self._driver, self._block = rule, driver or Boundaries(), Block(sync_every)
         self._model = model = settings.get("model")
-        named = None if model is None else model.named_parameters()
-        super().__init__(optimizer, named, settings.get("comm"), model=model, what=what)
+        super().__init__(optimizer, None, settings.get("comm"), model=model, what=what)
         buffers = Buffers(model, settings.get("buffers", "keep"), self.comm, what)
         self._weighted = bool(settings.get("weighted"))
         if settings.get("native"):

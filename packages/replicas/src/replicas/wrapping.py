@@ -43,10 +43,10 @@ class Wrapping(Optimizer):
 
     Args:
         optimizer: Optimizer over the live parameters, and no wrapper; where two are made of one, the last one counts.
-        named_parameters: Parameters of the model, as `model.named_parameters()` gives them; None: the optimizer's, by
-            its own names or numbers.
+        named_parameters: Parameters of the model, as `model.named_parameters()` gives them; None: those of `model`
+            or, without it, the optimizer's, by its own names or numbers.
         comm: The ranks, see `communicators.as_communicator`.
-        model: Module of the parameters, or None; only to be looked through for DDP.
+        model: Module of the parameters, or None; looked through for DDP, which is not seen round it.
         what: Name in errors; default: the class's.
 
     Attributes:
@@ -81,6 +81,10 @@ class Wrapping(Optimizer):
         self.what = what or type(self).__name__
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer to wrap")
+        if not isinstance(model, nn.Module | None):
+            raise TypeError(f"model is {model!r}, expected a torch.nn.Module, or None")
+        if named_parameters is None and model is not None:
+            named_parameters = model.named_parameters()
         if isinstance(optimizer, Wrapping):
             raise TypeError(
                 f"optimizer is {optimizer._a_wrapper}, and a wrapper takes no other, because both would exchange: give "
@@ -99,7 +103,8 @@ class Wrapping(Optimizer):
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
         self._replaced, self._apart, self._used = _Replaced(trained, self.what), [0], False
         optimizer._wrapping = weakref.ref(self)  # type: ignore[attr-defined]  # the last one made
-        weakref.finalize(self, _tell, self._apart, type(self).__name__)
+        if self._comm.rank == 0:  # once is enough
+            weakref.finalize(self, _tell, self._apart, self.what)
         warn_of_ddp(trained, model, comm, self._comm, owner=self.what, instead=self.instead_of_ddp)
 
     @property
