@@ -111,9 +111,9 @@ class Twice(Rule):
         (Halfway, TypeError, r"rule is <class .*Halfway.*, expected an instance of a Rule: give Halfway\(\)"),
         ("easgd", TypeError, "rule is 'easgd', expected an instance of a Rule"),
         (NoDataclass(), TypeError, "NoDataclass is no dataclass: .* @dataclass"),
-        (NoAnchor(), ValueError, "NoAnchor has no anchors, .* first one is the model: .* mean_is_model = True"),
+        (NoAnchor(), TypeError, "NoAnchor has no anchors, .* first one is the model: .* mean_is_model = True"),
         (Word(), TypeError, r"Word has anchors = 'anchor', expected tuples of names"),
-        (Twice(), ValueError, r"Twice has one name twice in \('a', 'a'\)"),
+        (Twice(), TypeError, r"Twice has one name twice .*\('a',\)"),
     ],
 )
 def test_what_is_no_rule(rule, error, says):
@@ -132,9 +132,9 @@ class Returns(Halfway):
 @pytest.mark.parametrize(
     ("result", "error", "says"),
     [
-        ("none", TypeError, "a boundary of Returns returned NoneType, expected .* 8 elements"),
-        ("short", TypeError, r"of Returns returned shape \(5,\), expected .* 8 elements"),
-        ("part", TypeError, "a boundary of Returns returned Part, expected"),
+        ("none", TypeError, "a boundary of Returns returned None, expected .* 8 elements"),
+        ("short", TypeError, r"of Returns returned torch.Size\(\[5\]\), expected .* 8 elements"),
+        ("part", TypeError, "a boundary of Returns returned Part.*, expected"),
         ("", KeyError, r"no state 'velocity', but \['anchor'\]"),
     ],
 )

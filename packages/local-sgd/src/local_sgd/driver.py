@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -193,11 +194,17 @@ class Driver(ABC):
         if facts:
             run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"{self.what}{facts}")
 
-    def averaging_of(self, parts: list[Part]) -> Averaging:
-        """Exchange of these parts, compressed where compression is asked for."""
-        if self.sums is None:
-            return Averaging(self.comm, self.what, native=self._native)
-        return CompressedAveraging(self.comm, self.what, parts, self.rule.anchors[0], self.sums)
+    def averaging_of(self, parts: list[Part], rule: Rule, names: list[str]) -> Averaging:
+        """Exchange of these parts, compressed where compression is asked for; begins the rule that is applied to them.
+
+        names: of the parameters in them, in the model's order.
+        """
+        averaging = Averaging(self.comm, self.what, native=self._native)
+        if self.sums is not None:
+            averaging = CompressedAveraging(self.comm, self.what, parts, rule.anchors[0], self.sums)
+        rule.begin(parts, names)
+        averaging.alike = rule.alike
+        return averaging
 
     def all_hold(self, models: list[Tensor]) -> None:
         """Notes that all ranks hold these models."""
@@ -227,10 +234,9 @@ class Driver(ABC):
         """Puts vectors, one for each part, into the parameters."""
         for part, x in zip(self.parts, xs, strict=True):
             if getattr(x, "shape", None) != (part.bucket.numel,):
-                given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                given = reprlib.repr(getattr(x, "shape", x))
                 raise TypeError(
-                    f"a boundary of {self.what} returned {given}, expected the parameters after it, a tensor of "
-                    f"{part.bucket.numel} elements as x has"
+                    f"a boundary of {self.what} returned {given}, expected x after it, of {part.bucket.numel} elements"
                 )
             part.put(x)
 
@@ -277,9 +283,7 @@ class Boundaries(Driver):
 
     def connect(self) -> list[Averaging]:
         """Makes the one exchange."""
-        self._averaging = self.averaging_of(self.parts)
-        self.rule.begin(self.parts, list(self.owner.trained))
-        self._averaging.alike = self.rule.alike
+        self._averaging = self.averaging_of(self.parts, self.rule, list(self.owner.trained))
         self.agree(self.rule.alike())
         self.needs = (*NEEDS, *self.rule.state_dict(), *["arrived"] * self.rule.overlaps)
         return [self._averaging]

@@ -196,19 +196,18 @@ class Rule:
 
 
 def check_rule(rule: Any) -> None:
-    """Raises TypeError for what is no rule, or no dataclass, and TypeError or ValueError for names of its state."""
+    """Raises TypeError for what is no rule, no dataclass, or has no proper names of state."""
     if not isinstance(rule, Rule):
         remedy = f": give {rule.__name__}()" if isinstance(rule, type) else ", such as a dataclass that is one"
         raise TypeError(f"rule is {rule!r}, expected an instance of a Rule{remedy}")
-    what, names = type(rule).__name__, {"anchors": rule.anchors, "momenta": rule.momenta}
-    if not is_dataclass(rule):
-        raise TypeError(f"{what} is no dataclass: put @dataclass above it, so that ranks compare its settings")
-    if wrong := [f"{name} = {held!r}" for name, held in names.items() if not isinstance(held, tuple)]:
-        raise TypeError(f"{what} has {', '.join(wrong)}, expected tuples of names, such as ('anchor',)")
-    if not rule.anchors and not rule.mean_is_model:
-        raise ValueError(
-            f"{what} has no anchors, of which the first one is the model: give anchors = ('anchor',), which boundary() "
-            "moves; or mean_is_model = True where the mean over ranks is the model"
-        )
-    if len(set(rule.kept)) < len(rule.kept):
-        raise ValueError(f"{what} has one name twice in {rule.kept}, its anchors and momenta")
+    names = {"anchors": rule.anchors, "momenta": rule.momenta}
+    wrong = [f"{name} = {held!r}" for name, held in names.items() if not isinstance(held, tuple)]
+    faults = {
+        "is no dataclass: put @dataclass above it, so that ranks compare its settings": not is_dataclass(rule),
+        f"has {', '.join(wrong)}, expected tuples of names, such as ('anchor',)": wrong,
+        "has no anchors, of which the first one is the model: give anchors = ('anchor',), which boundary() moves; or "
+        "mean_is_model = True where the mean over ranks is the model": not rule.anchors and not rule.mean_is_model,
+        f"has one name twice in its anchors and momenta, {names}": not wrong and len(set(rule.kept)) < len(rule.kept),
+    }
+    if said := [fault for fault, found in faults.items() if found]:
+        raise TypeError(f"{type(rule).__name__} {said[0]}")

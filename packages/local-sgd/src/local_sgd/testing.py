@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 import torch
@@ -14,10 +15,8 @@ from local_sgd.periodic import PeriodicAveraging
 
 STEPS, SYNC_EVERY = 12, 3
 
-Make = Callable[..., PeriodicAveraging]
 
-
-def check_rule_laws(make: Make, *, ranks: int = 3) -> None:
+def check_rule_laws(make: Callable[..., PeriodicAveraging], *, ranks: int = 3) -> None:
     """Checks in simulated worlds what every rule must keep to.
 
         check_rule_laws(lambda inner, **settings: PeriodicAveraging(inner, HeavyBall(beta=0.3), **settings))
@@ -33,20 +32,20 @@ def check_rule_laws(make: Make, *, ranks: int = 3) -> None:
     Raises:
         AssertionError: Names the law that does not hold.
     """
-    ends = SimulatedWorld(ranks).run(lambda comm: _train(comm, make, 0))
+    ends = SimulatedWorld(ranks).run(partial(_train, make=make, at=0))
     for begin, shown, *end in ends:
         assert not torch.equal(begin, end[0]), "finish() puts the first parameters back: the first anchor is the model"
         assert torch.allclose(shown, end[0], 1e-4, 1e-5), "finish() leaves another model than averaged_model() showed"
         assert all(map(torch.equal, end, ends[0][2:])), "ranks end with other bits: use what they share, and no chance"
     for at in (0, SYNC_EVERY + 1, 2 * SYNC_EVERY):
-        others = SimulatedWorld(ranks, seed=1, jitter=1e-3).run(lambda comm, at=at: _train(comm, make, at))
+        others = SimulatedWorld(ranks, seed=1, jitter=1e-3).run(partial(_train, make=make, at=at))
         assert all(map(torch.equal, chain(*ends), chain(*others))), (
             f"other bits {f'after a state of step {at} was loaded' if at else 'where messages come later'}: "
             "all that a rule keeps is in anchors and momenta, nothing on self"
         )
 
 
-def _train(comm: Communicator, make: Make, at: int) -> list[Tensor]:
+def _train(comm: Communicator, make: Callable[..., PeriodicAveraging], at: int) -> list[Tensor]:
     """Parameter at the beginning, shown and at the end, then state; after `at` steps all goes on in new ones."""
     model, optimizer = _made(comm, make)
     begin = model.weight.detach().clone()
@@ -67,7 +66,7 @@ def _train(comm: Communicator, make: Make, at: int) -> list[Tensor]:
     return [begin, shown, model.weight.detach(), *(named["weight"] for named in kept)]
 
 
-def _made(comm: Communicator, make: Make) -> tuple[nn.Linear, PeriodicAveraging]:
+def _made(comm: Communicator, make: Callable[..., PeriodicAveraging]) -> tuple[nn.Linear, PeriodicAveraging]:
     model = nn.Linear(3, 2, bias=False)
     nn.init.ones_(model.weight)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
