@@ -88,8 +88,15 @@ def test_resumed_with_its_state_and_schedule(quadratic, saved, at):
 def test_bad_outers(quadratic, saved):
     def body(comm):
         task = quadratic(comm.rank)
-        with pytest.raises(TypeError, match=r"outer makes NoneType, expected a torch.optim.Optimizer"):
+        with pytest.raises(TypeError, match=r"outer is or makes NoneType, expected a torch.optim.Optimizer"):
             make(task, comm, lambda parameters: None)
+        with pytest.raises(TypeError, match=r"outer is or makes int, expected .*partial\(torch.optim.SGD, lr=0.7\)"):
+            make(task, comm, 3)
+        with pytest.raises(TypeError, match=r"outer_scheduler is 3, expected what makes a scheduler"):
+            make(task, comm, OUTERS["adam"], outer_scheduler=3)
+        with pytest.raises(AttributeError) as error:
+            make(task, comm, OUTERS["adam"], allreduce=lambda sent, comm: sent.indices)
+        assert "without compress, allreduce makes rounds" in error.value.__notes__[0]
         with pytest.raises(ValueError, match=r"the outer optimizer lacks \['c'\]"):
             make(task, comm, lambda parameters: torch.optim.SGD(parameters[:-1], lr=0.7))
         plain, scheduled = make(task, comm, OUTERS["adam"]), make(task, comm, OUTERS["adam"], outer_scheduler=decaying)

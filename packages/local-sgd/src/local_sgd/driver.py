@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -157,6 +158,8 @@ class Driver(ABC):
                 f"the state is of {state['algorithm']}, but this is {self.what}: to go on with another algorithm start "
                 "from a plain checkpoint of the model, made inside averaged_model(), or after drain()"
             )
+        if lacking := [key for key in self.needs if key not in state]:
+            raise ValueError(f"the state lacks {lacking}: it was cut, or is of other settings of {self.what}")
         for name in self.rule.kept:
             refuse_other_shapes(name, state["kept"].get(name, {}), self.parts)
         if len(state["rates"]) != (groups := len(self.owner.param_groups)):
@@ -191,11 +194,17 @@ class Driver(ABC):
         if facts:
             run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"{self.what}{facts}")
 
-    def averaging_of(self, parts: list[Part]) -> Averaging:
-        """Exchange of these parts, compressed where compression is asked for."""
-        if self.sums is None:
-            return Averaging(self.comm, self.what, native=self._native)
-        return CompressedAveraging(self.comm, self.what, parts, self.rule.anchors[0], self.sums)
+    def averaging_of(self, parts: list[Part], rule: Rule, names: list[str]) -> Averaging:
+        """Exchange of these parts, compressed where compression is asked for; begins the rule that is applied to them.
+
+        names: of the parameters in them, in the model's order.
+        """
+        averaging = Averaging(self.comm, self.what, native=self._native)
+        if self.sums is not None:
+            averaging = CompressedAveraging(self.comm, self.what, parts, rule.anchors[0], self.sums)
+        rule.begin(parts, names)
+        averaging.alike = rule.alike
+        return averaging
 
     def all_hold(self, models: list[Tensor]) -> None:
         """Notes that all ranks hold these models."""
@@ -224,6 +233,11 @@ class Driver(ABC):
     def put(self, xs: Iterable[Tensor]) -> None:
         """Puts vectors, one for each part, into the parameters."""
         for part, x in zip(self.parts, xs, strict=True):
+            if getattr(x, "shape", None) != (part.bucket.numel,):
+                given = reprlib.repr(getattr(x, "shape", x))
+                raise TypeError(
+                    f"a boundary of {self.what} returned {given}, expected x after it, of {part.bucket.numel} elements"
+                )
             part.put(x)
 
     def next_boundary(self) -> None:
@@ -265,11 +279,11 @@ class Driver(ABC):
 class Boundaries(Driver):
     """Exchange of the whole model at every boundary; the mean may travel during the next block."""
 
+    _at_mean = True  # whether the last boundary left every rank at the mean
+
     def connect(self) -> list[Averaging]:
         """Makes the one exchange."""
-        self._averaging = self.averaging_of(self.parts)
-        self.rule.begin(self.parts, list(self.owner.trained))
-        self._averaging.alike = self.rule.alike
+        self._averaging = self.averaging_of(self.parts, self.rule, list(self.owner.trained))
         self.agree(self.rule.alike())
         self.needs = (*NEEDS, *self.rule.state_dict(), *["arrived"] * self.rule.overlaps)
         return [self._averaging]
@@ -316,7 +330,7 @@ class Boundaries(Driver):
         """Checks the rule's state and the mean under way besides; it is of all parameters."""
         super().check(state)
         self.rule.check(state)
-        if "rounds" in state:
+        if "rounds" in state and "rounds" not in self.needs:
             raise ValueError("the state is of outer steps by rounds, and this optimizer is without")
         if self.rule.overlaps:
             refuse_other_shapes("arrived", state["arrived"]["means"], self.parts)
@@ -344,6 +358,8 @@ class Boundaries(Driver):
         self._set_rates()
         xs = self._moved(self.parts, xs, arrived)
         self.put(xs)
+        if arrived.means:
+            self._at_mean = all(x is mean for x, mean in zip(xs, arrived.means, strict=True))
         if overlaps and arrived.unfinished:
             self._averaging.launch(xs, weight, finished=finished)
         self.share()
@@ -371,6 +387,8 @@ class Boundaries(Driver):
     def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
         """Model at the end: the last mean or, where the last exchange had none, the one before: no rank has moved.
 
-        Weighted ranks may have moved by steps of weight 0; then all are averaged once more.
+        Weighted ranks may have moved by steps of weight 0, and some rules leave ranks beside the mean; then all are
+        averaged once more.
         """
-        return last or (self.models(self.comm) if self._weighted else before or [part.gather() for part in self.parts])
+        moved = self._weighted or not (self._at_mean or self.rule.overlaps)
+        return last or (self.models(self.comm) if moved else before or [part.gather() for part in self.parts])

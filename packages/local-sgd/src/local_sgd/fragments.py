@@ -87,8 +87,10 @@ class ByFragment(Driver):
 
     def connect(self) -> list[Averaging]:
         """Makes the fragments, each with its exchange and a rule begun for it."""
-        rules = [self.rule, *(copy.copy(self.rule) for _ in self.pieces[1:])]
-        self.fragments = [self._fragment(*each) for each in zip(self.pieces, rules, strict=True)]
+        self.fragments, rules = [], [self.rule, *(copy.copy(self.rule) for _ in self.pieces[1:])]
+        for piece, rule in zip(self.pieces, rules, strict=True):
+            parts = [part for part in self.parts if part.names[0] in piece]
+            self.fragments.append(Fragment(parts, self.averaging_of(parts, rule, list(piece)), rule))
         named = zlib.crc32(repr([fragment.names for fragment in self.fragments]).encode())
         self.agree(f", {len(self.fragments)} fragments {named:08x}{self.fragments[0].rule.alike()}")
         return [fragment.averaging for fragment in self.fragments]
@@ -146,13 +148,6 @@ class ByFragment(Driver):
         for turn, fragment in enumerate(self.fragments):
             fragment.load_state_dict(state["fragments"][str(turn)])
         self._turn, self._launched = state["turn"], state["launched"]
-
-    def _fragment(self, piece: dict[str, Tensor], rule: Rule) -> Fragment:
-        parts = [part for part in self.parts if part.names[0] in piece]
-        fragment = Fragment(parts, self.averaging_of(parts), rule)
-        rule.begin(parts, list(piece))
-        fragment.averaging.alike = rule.alike
-        return fragment
 
     def _under_way(self) -> list[Fragment]:
         """Fragments under way, in the order of their launches."""

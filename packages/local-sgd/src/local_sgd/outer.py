@@ -44,10 +44,13 @@ class OuterStep(Rule):
         """Makes the outer optimizer over the anchors."""
         views = {name: view for part in parts for name, view in part.by_name(part["anchor"]).items()}
         self._parameters = {name: nn.Parameter(views[name]) for name in names if name in views}
-        self.outer = _checked(self.make(list(self._parameters.values())), self._parameters)
-        self.scheduler = None if self.schedule is None else self.schedule(self.outer)
-        if self.scheduler is not None and not callable(getattr(self.scheduler, "step", None)):
-            raise TypeError(f"outer_scheduler makes {type(self.scheduler).__name__}, expected one with step()")
+        given = list(self._parameters.values())
+        self.outer = _checked(self.make(given) if callable(self.make) else self.make, self._parameters)
+        self.scheduler = self.schedule(self.outer) if callable(self.schedule) else None
+        if self.schedule is not None and not callable(getattr(self.scheduler, "step", None)):
+            raise TypeError(
+                f"outer_scheduler is {self.schedule!r}, expected what makes a scheduler of the optimizer given to it"
+            )
         self._steps = 0
 
     def apply(self, parts: Sequence[Part], xs: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
@@ -108,8 +111,8 @@ class OuterStep(Rule):
 def _checked(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"outer makes {type(optimizer).__name__}, expected a torch.optim.Optimizer over the parameters given to "
-            "it, such as functools.partial(torch.optim.SGD, lr=0.7) makes"
+            f"outer is or makes {type(optimizer).__name__}, expected a torch.optim.Optimizer over the parameters "
+            "given to it, such as functools.partial(torch.optim.SGD, lr=0.7) makes"
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if lacking := [name for name, p in parameters.items() if id(p) not in held]:

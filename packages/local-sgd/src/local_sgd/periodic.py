@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from local_sgd.averaging import Averaging
 from local_sgd.driver import Block, Boundaries, Driver
 from local_sgd.parts import digest
-from local_sgd.rule import Rule
+from local_sgd.rule import Rule, check_rule
 from local_sgd.settings import Every, Settings, check_settings, number
 
 
@@ -35,7 +35,8 @@ class PeriodicAveraging(Wrapping):
 
     Parameters of 16 bits are averaged in 32; the rounding error stays with the rank that rounds.
     Parameters that are frozen now (requires_grad False) are left out; freezing or adding some later is an error.
-    A warning says so where `model` is in DDP among the same ranks, because that exchanges every gradient anyway.
+    A warning says so where `model` is or holds a DDP module among the same ranks, because that exchanges every gradient
+    anyway; DDP round `model` is not seen.
 
     Args:
         optimizer: Any optimizer over the live parameters; this object shares its param_groups, state and defaults.
@@ -82,12 +83,12 @@ class PeriodicAveraging(Wrapping):
         driver: Driver | None = None,
         **settings: Unpack[Settings],
     ) -> None:
+        check_rule(rule)
         what = type(rule if type(self) is PeriodicAveraging else self).__name__
         check_settings(settings, what, type(self))
         self.rule, self._driver, self._block = rule, driver or Boundaries(), Block(sync_every)
         self._model = model = settings.get("model")
-        named = None if model is None else model.named_parameters()
-        super().__init__(optimizer, named, settings.get("comm"), model=model, what=what)
+        super().__init__(optimizer, None, settings.get("comm"), model=model, what=what)
         buffers = Buffers(model, settings.get("buffers", "keep"), self.comm, what)
         self._weighted = bool(settings.get("weighted"))
         if settings.get("native"):
@@ -260,7 +261,7 @@ class PeriodicAveraging(Wrapping):
                 number of ranks; or, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
         self._refuse_shown("load_state_dict()")
-        wrapped, own = self.parts_of_state(state_dict, self._driver.needs, anyones="drained")
+        wrapped, own = self.parts_of_state(state_dict, ("algorithm",), anyones="drained")
         self._driver.check(own)
         self.wait()  # an error of what is under way is raised before anything is changed
         taken = self._block.steps - self._steps_before

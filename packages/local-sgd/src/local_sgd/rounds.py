@@ -10,7 +10,7 @@ from communicators import CollectiveError, Communicator
 from torch import Tensor
 
 from local_sgd.averaging import Averaging
-from local_sgd.driver import NEEDS, Driver
+from local_sgd.driver import Boundaries
 from local_sgd.outer import OuterStep
 from local_sgd.settings import Settings
 
@@ -31,7 +31,7 @@ A round, alike on all ranks, such as `PartialResult`, has `total`, the sum of th
 """
 
 
-class OuterRounds(Driver):
+class OuterRounds(Boundaries):
     """Contributes the change of a block, Δ = z − x, to a round; every round is one step of the outer optimizer.
 
         give Δ;   for every round that is over:  z ← outer(z, total / m);   then  x ← z
@@ -41,7 +41,6 @@ class OuterRounds(Driver):
     """
 
     rule: OuterStep
-    needs = (*NEEDS, "outer", "rounds")
 
     def __init__(self, make: MakeRounds | Any, settings: Settings, *, levels: bool) -> None:
         super().__init__()
@@ -60,10 +59,16 @@ class OuterRounds(Driver):
         self._make, self._ended = make, False
 
     def connect(self) -> list[Averaging]:
-        """Begins the outer optimizer, and makes the rounds."""
-        self.rule.begin(self.parts, list(self.owner.trained))
-        self.agree(self.rule.alike())
-        self._rounds = self._make([part["anchor"] for part in self.parts], self.comm)
+        """Begins the outer optimizer, and makes the rounds, which are all that is exchanged."""
+        super().connect()
+        self.needs = (*self.needs, "rounds")
+        try:
+            self._rounds = self._make([part["anchor"] for part in self.parts], self.comm)
+        except (AttributeError, TypeError) as error:
+            error.add_note(
+                "without compress, allreduce makes rounds; a sum of what a compressor sends goes with compress"
+            )
+            raise
         return []
 
     def count(self, weight: float) -> None:
@@ -108,18 +113,12 @@ class OuterRounds(Driver):
         self._rounds.__exit__(type(error), error, error.__traceback__)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the rounds, and of the outer optimizer, besides."""
-        return {"rounds": self._rounds.state_dict(), **super().state_dict(), **self.rule.state_dict()}
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Checks the outer optimizer's state besides."""
-        super().check(state)
-        self.rule.check(state)
+        """State of the rounds besides."""
+        return {"rounds": self._rounds.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the outer optimizer besides, and the rounds; nothing is in those of a drained state."""
+        """Restores the rounds besides; nothing is in those of a drained state."""
         super().load_state_dict(state)
-        self.rule.load_state_dict(state)
         if not state["drained"]:
             self._rounds.load_state_dict(state["rounds"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 from communicators import Bucket
@@ -38,6 +38,10 @@ class Part:
     last_rate: float = 0.0
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.kept:
+            raise KeyError(
+                f"no state {name!r}, but {list(self.kept)}: the rule's anchors and momenta name what it keeps"
+            )
         return self.kept[name]
 
     def gather(self) -> Tensor:
@@ -77,13 +81,15 @@ class Rule:
             def boundary(self, part, x, mean):
                 return part["anchor"].lerp_(mean, self.a)
 
-    The fields of the dataclass are settings that ranks must share.
+    The fields of the dataclass are settings that ranks must share. State is in anchors and momenta: what a boundary
+    keeps on self is not saved. `local_sgd.testing.check_rule_laws` checks a rule.
 
     Attributes:
-        anchors: Names of state that begins as x, and equals the model once all is drained; the first one is the model.
+        anchors: Names of state that begins as x, and equals the model once all is drained. The first one is the model:
+            `finish` puts it in place, so that a rule that does not move it loses the training.
         momenta: Names of state that begins at zero.
         overlaps: Whether the mean at a boundary is of what the last boundary returned, which travels meanwhile.
-        mean_is_model: Whether the model is the mean over ranks, rather than the first anchor.
+        mean_is_model: Whether the model is the mean over ranks, rather than the first anchor; anchors may be left out.
         needs_rate: Whether parameter groups must have an "lr", whose mean over ranks is `part.rate`.
     """
 
@@ -187,3 +193,21 @@ class Rule:
         Args:
             state: Result of `state_dict`, among other keys.
         """
+
+
+def check_rule(rule: Any) -> None:
+    """Raises TypeError for what is no rule, no dataclass, or has no proper names of state."""
+    if not isinstance(rule, Rule):
+        remedy = f": give {rule.__name__}()" if isinstance(rule, type) else ", such as a dataclass that is one"
+        raise TypeError(f"rule is {rule!r}, expected an instance of a Rule{remedy}")
+    names = {"anchors": rule.anchors, "momenta": rule.momenta}
+    wrong = [f"{name} = {held!r}" for name, held in names.items() if not isinstance(held, tuple)]
+    faults = {
+        "is no dataclass: put @dataclass above it, so that ranks compare its settings": not is_dataclass(rule),
+        f"has {', '.join(wrong)}, expected tuples of names, such as ('anchor',)": wrong,
+        "has no anchors, of which the first one is the model: give anchors = ('anchor',), which boundary() moves; or "
+        "mean_is_model = True where the mean over ranks is the model": not rule.anchors and not rule.mean_is_model,
+        f"has one name twice in its anchors and momenta, {names}": not wrong and len(set(rule.kept)) < len(rule.kept),
+    }
+    if said := [fault for fault, found in faults.items() if found]:
+        raise TypeError(f"{type(rule).__name__} {said[0]}")

@@ -35,6 +35,10 @@ def check_settings(settings: Mapping[str, Any], what: str, owner: Callable[..., 
         own = [p.name for p in inspect.signature(owner).parameters.values() if p.kind is p.KEYWORD_ONLY]
         known = ", ".join([*own, *Settings.__annotations__])
         raise TypeError(f"{what} has no setting {', '.join(unknown)}; it takes {known}")
+    if wrong := [
+        name for name in ("weighted", "native", "broadcast") if not isinstance(settings.get(name, True), bool)
+    ]:
+        raise TypeError(f"{', '.join(f'{name} is {settings[name]!r}' for name in wrong)}, expected True or False")
     if (policy := settings.get("inner_state", "keep")) not in ("keep", "average", "reset"):
         raise ValueError(f"inner_state is {policy!r}, expected one of ('keep', 'average', 'reset')")
     if (nbytes := settings.get("bucket_bytes")) is not None:

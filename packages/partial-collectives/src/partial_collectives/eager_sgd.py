@@ -40,7 +40,8 @@ class EagerSGD(Wrapping):
     (`register_step_pre_hook`), which returns nothing. At construction all ranks get rank 0's parameters, and the
     buffers of `model`.
 
-    The module is a plain one: DDP round it would sum dense gradients first, and wait for all ranks.
+    The module is a plain one: DDP round it would sum dense gradients first, and wait for all ranks. A warning says so
+    only where it is seen: `model` is or holds a DDP module, or all names begin with "module.".
 
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
     CollectiveError on every rank, that names the rank, when its round is applied.
@@ -84,6 +85,8 @@ class EagerSGD(Wrapping):
             known = ", ".join(RoundSettings.__annotations__)
             raise TypeError(f"EagerSGD takes no {', '.join(unknown)}; of rounds it takes {known}")
         check_scheduler(scheduler, optimizer)
+        if not isinstance(weighted, bool):
+            raise TypeError(f"weighted is {weighted!r}, expected True or False")
         if buffers != "keep" and rounds.get("on_death") == "shrink":
             raise ValueError(
                 f"buffers={buffers!r} takes all ranks, but on_death='shrink' goes on without some: leave one"

@@ -46,5 +46,7 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     """Raises TypeError or ValueError for a scheduler that cannot be stepped once a round."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError("a ReduceLROnPlateau takes a metric: leave it out, and step it yourself after synchronize()")
+    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
+        raise TypeError(f"scheduler is {scheduler!r}, expected a scheduler of the wrapped optimizer, or None")
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("the scheduler is of another optimizer, expected one of the wrapped optimizer")

@@ -42,11 +42,11 @@ class Wrapping(Optimizer):
                 self.optimizer.step()
 
     Args:
-        optimizer: Optimizer over the live parameters.
-        named_parameters: Parameters of the model, as `model.named_parameters()` gives them; None: the optimizer's, by
-            its own names or numbers.
+        optimizer: Optimizer over the live parameters, and no wrapper; where two are made of one, the last one counts.
+        named_parameters: Parameters of the model, as `model.named_parameters()` gives them; None: those of `model`
+            or, without it, the optimizer's, by its own names or numbers.
         comm: The ranks, see `communicators.as_communicator`.
-        model: Module of the parameters, or None; only to be looked through for DDP.
+        model: Module of the parameters, or None; looked through for DDP, which is not seen round it.
         what: Name in errors; default: the class's.
 
     Attributes:
@@ -59,7 +59,8 @@ class Wrapping(Optimizer):
         instead_of_shards: Remedy where parameters are sharded; class attribute.
 
     Raises:
-        TypeError: The optimizer is none, a parameter is sharded, or the names are as `check_named_parameters` refuses.
+        TypeError: The optimizer is none or wraps one, a parameter is sharded, or the names are as
+            `check_named_parameters` refuses.
         ValueError: Parameters and optimizer do not fit, or nothing can be trained.
     """
 
@@ -80,6 +81,15 @@ class Wrapping(Optimizer):
         self.what = what or type(self).__name__
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer to wrap")
+        if not isinstance(model, nn.Module | None):
+            raise TypeError(f"model is {model!r}, expected a torch.nn.Module, or None")
+        if named_parameters is None and model is not None:
+            named_parameters = model.named_parameters()
+        if isinstance(optimizer, Wrapping):
+            raise TypeError(
+                f"optimizer is {optimizer._a_wrapper}, and a wrapper takes no other, because both would exchange: give "
+                f"{self.what} what that wraps, {optimizer.what}.optimizer"
+            )
         named = named_of(optimizer, named_parameters)
         if sharded := [name for name, p in named.items() if hasattr(p, "to_local")]:
             raise TypeError(
@@ -91,8 +101,10 @@ class Wrapping(Optimizer):
         self.optimizer, self.named, self.trained = optimizer, named, trained
         self._share()
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
-        self._replaced, self._apart = _Replaced(trained, self.what), [0]
-        weakref.finalize(self, _tell, self._apart, type(self).__name__)
+        self._replaced, self._apart, self._used = _Replaced(trained, self.what), [0], False
+        optimizer._wrapping = weakref.ref(self)  # type: ignore[attr-defined]  # the last one made
+        if self._comm.rank == 0:  # once is enough
+            weakref.finalize(self, _tell, self._apart, self.what)
         warn_of_ddp(trained, model, comm, self._comm, owner=self.what, instead=self.instead_of_ddp)
 
     @property
@@ -129,21 +141,23 @@ class Wrapping(Optimizer):
 
         Raises:
             ValueError: A module has replaced parameters.
-            RuntimeError: torch's get_state_dict takes this step: it would throw away what the step sends.
+            RuntimeError: torch's get_state_dict takes this step, and would throw away what it sends; or another
+                wrapper, made later, steps the wrapped optimizer.
         """
         if all(_is_zero(group.get("lr", 0.0)) for group in self.param_groups):  # as those helpers set it
             refuse_torch_helpers(self.what)
-        self._replaced.refuse()
+        self._refuse_others()
         self._apart[0] += apart and self._comm.size > 1
 
     def check_exchange(self) -> None:
         """Checks, before ranks exchange, that ranks and parameters are those of the beginning.
 
         Raises:
-            RuntimeError: No comm was given, and a process group has been made since.
+            RuntimeError: No comm was given, and a process group has been made since; or another wrapper, made later,
+                steps the wrapped optimizer.
             ValueError: Parameters were frozen, unfrozen, added or replaced since.
         """
-        self._replaced.refuse()
+        self._refuse_others()
         if self._given is None and self._comm.size == 1:
             refuse_alone(self._a_wrapper)
         self._refuse_changes()
@@ -226,6 +240,16 @@ class Wrapping(Optimizer):
     @property
     def _a_wrapper(self) -> str:
         return f"{'an' if self.what[0] in 'AEIOU' else 'a'} {self.what}"
+
+    def _refuse_others(self) -> None:
+        """Raises for other parameters in the model, and for a later wrapper round the optimizer that is in use."""
+        self._replaced.refuse()
+        last, self._used = self.optimizer._wrapping(), True  # type: ignore[attr-defined]
+        if last is not None and last is not self and last._used:
+            raise RuntimeError(
+                f"{self._a_wrapper} of an optimizer that {last._a_wrapper}, made later, steps now: both would "
+                "exchange; use one of them, on every rank, and make it anew to go back to it"
+            )
 
     def _refuse_changes(self) -> None:
         """Raises ValueError where what the optimizer would step is no longer what is exchanged.

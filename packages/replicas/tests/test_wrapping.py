@@ -1,0 +1,77 @@
+"""One optimizer takes one wrapper: a second one would exchange the same gradients or parameters again."""
+
+import pytest
+import torch
+from communicators import SimulatedWorld
+from replicas import Wrapping
+from torch import nn
+
+
+class Alone(Wrapping):
+    """Exchanges nothing, but steps where a wrapper would."""
+
+    def __init__(self, optimizer, comm=None, *, fails=False, model=None):
+        super().__init__(optimizer, None, comm, model=model)
+        if fails:
+            raise ValueError("a setting is wrong")
+
+    def step(self, closure=None):
+        self.check_step()
+        self.check_exchange()
+        self.optimizer.step()
+
+
+class Other(Alone):
+    """Another wrapper."""
+
+
+def sgd():
+    model = nn.Linear(3, 2)
+    model(torch.ones(3)).sum().backward()
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [Alone, Other])
+def test_a_wrapper_is_not_wrapped(kind):
+    with pytest.raises(
+        TypeError, match=rf"optimizer is an Alone, .* give {kind.__name__} what that wraps, .*\.optimizer"
+    ):
+        kind(Alone(sgd()))
+
+
+@pytest.mark.parametrize("kind", [Alone, Other])
+def test_two_wrappers_side_by_side_are_refused_as_soon_as_both_are_used(kind):
+    def body(comm):
+        inner = sgd()
+        first, second = Alone(inner, comm), kind(inner, comm)
+        first.step()
+        second.step()
+        for call in (first.step, first.check_exchange, first.check_step):
+            with pytest.raises(
+                RuntimeError, match=f"an Alone of an optimizer that an? {kind.__name__}, made later, steps now"
+            ):
+                call()
+        second.step()
+
+    SimulatedWorld(2).run(body)
+
+
+def test_a_wrapper_may_be_made_anew():
+    """As errors advise, while the old one lives; where it is kept by a scheduler, too."""
+    optimizer = Alone(sgd())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    optimizer = Other(optimizer.optimizer)
+    optimizer.step()
+    scheduler.step()
+    optimizer.step()
+
+
+def test_a_wrapper_that_could_not_be_made_takes_nothing_over():
+    optimizer = Alone(sgd())
+    with pytest.raises(ValueError, match="a setting is wrong") as kept:
+        Other(optimizer.optimizer, fails=True)
+    optimizer.step()
+    Other(optimizer.optimizer).step()  # thrown away
+    optimizer.step()
+    assert kept.value
