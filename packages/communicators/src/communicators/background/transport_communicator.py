@@ -21,7 +21,7 @@ from torch import Tensor
 from communicators import errors
 from communicators.background.agreement import agreement
 from communicators.background.call import Call, NativeSum
-from communicators.background.control import Control, RequestedAbort, depart
+from communicators.background.control import TIMED_OUT, Control, RequestedAbort, depart
 from communicators.background.engine import SPIN_SECONDS, Driven, Engine, engine
 from communicators.background.sends import GRACE_SECONDS, UnsentMessages
 from communicators.background.signals import TransportSignals
@@ -166,8 +166,8 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
             self._request_abort(errors.lost(self._lost.peer), self._lost.error)
         elif waited > self._timeout:
-            self._request_abort(f"timed out after {self._timeout:g} s: {waiting}", patience=LATE_ABORT_SECONDS)
-        elif waited > REPORT_SECONDS and not self._reported:
+            self._request_abort(f"{TIMED_OUT} after {self._timeout:g} s: {waiting}", patience=LATE_ABORT_SECONDS)
+        elif waited > min(REPORT_SECONDS, self._timeout / 2) and not self._reported:
             self._reported = True
             control.waits(call.number, call.facts, missing)
 

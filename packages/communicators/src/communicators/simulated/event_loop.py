@@ -255,7 +255,7 @@ class EventLoop:
             outstanding.callbacks.clear()
             outstanding.waiter = None
             self.tear(outstanding, reason)
-        self._bereaved = self._bereaved or CollectiveError(reason)
+        self._bereaved = self._bereaved or self._dead or CollectiveError(reason)
         self._end_all(self._bereaved, lambda context: context not in self.outliving)
         self.look_around()
 
@@ -269,7 +269,7 @@ class EventLoop:
         if thread.over:
             self.look_around()
         if thread.error is not None:
-            self.fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
+            self.fail(errors.reason(rank, "its own code", thread.error), None, thread.error)
 
     def _carry_out(self) -> None:
         wishes, self._wishes = self._wishes, []
@@ -356,9 +356,8 @@ class EventLoop:
 
     def poisoned(self, context: Context) -> CollectiveError | None:
         """Error of a communicator that has failed; None while it has not."""
-        if context in self._poison or self._dead is not None:
-            return self._poison.get(context, self._dead)
-        return None if context in self.outliving else self._bereaved
+        bereaved = None if context in self.outliving else self._bereaved
+        return self._poison.get(context) or bereaved or self._dead
 
     def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
         """Fails a communicator (None: all of them): its calls in flight, and later ones, end with its first reason."""
