@@ -229,6 +229,8 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         else:
             device = self.device if self.call.counted else CPU  # an agreement is read by the host
             self._pending = self.comm.transport.post(self.call, action, device)
+            if self._pending is None:
+                raise TypeError(f"{type(self.comm.transport).__name__}.post() returned None, expected a Pending")
             self._peers = *action.sends, *action.recvs
             if self.call.counted and action.sends:
                 nbytes = sum([payload.wire_nbytes for payload in action.sends.values()])
