@@ -107,7 +107,6 @@ class EventLoop:
         self.outliving: set[Context] = set()
         self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
-        self._watches: dict[int, Watch] = {}
         self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for)
         self.signals: dict[Context, Any] = {}  # those of all ranks, which look each other up here
@@ -143,17 +142,18 @@ class EventLoop:
 
     def wait_for(self, watch: Watch) -> None:
         """Waits until the watched condition holds; returns also where its communicator has failed."""
-        self._watches[watch.rank] = watch
+        self.wish(lambda: self.look_at(watch))
         self.wait(watch.rank, watch, None)
 
     def look_around(self) -> None:
         """Looks at the conditions of all waiting ranks; called in the loop's thread."""
-        for watch in list(self._watches.values()):
-            self.look_at(watch)
+        for waiting in list(self._blocked.values()):
+            if isinstance(waiting, Watch):
+                self.look_at(waiting)
 
     def look_at(self, watch: Watch | None) -> None:
-        """Wakes a waiting rank whose condition holds now; called in the loop's thread."""
-        if watch is not None and not watch.done and watch.over():
+        """Wakes a waiting rank whose condition holds now, or never will; called in the loop's thread."""
+        if watch is not None and not watch.done and (self.poisoned(watch.context) or watch.over()):
             watch.done = True
             self._wake(watch)
 
@@ -250,7 +250,6 @@ class EventLoop:
         """Ends a rank, and all calls but those that outlive ranks."""
         self.ranks[rank].dead = True
         self._blocked.pop(rank, None)
-        self._watches.pop(rank, None)
         for outstanding in list(self._outstanding[rank].values()):
             outstanding.callbacks.clear()
             outstanding.waiter = None
@@ -370,10 +369,7 @@ class EventLoop:
         else:
             self._poison[context] = poison
         self._end_all(poison, lambda one: context in (None, one))
-        for watch in self._watches.values():
-            if not watch.done and context in (None, watch.context):
-                watch.done = True
-                self._wake(watch)
+        self.look_around()
 
     def _end_all(self, error: CollectiveError, of: Callable[[Context], bool]) -> None:
         """Ends the calls in flight of these communicators."""
