@@ -50,15 +50,11 @@ class Together(Attempt):
     lost = None
 
     def __init__(self, schedule: Schedule[Any], comm: Communicator, facts: str) -> None:
-        self._value: Any = None
+        self.value: Any = None
         self._work = start(self._kept(schedule), comm, facts=facts, timeout=math.inf)
 
     @property
-    def value(self) -> Any:
-        return self._value
-
-    @property
-    def error(self) -> CollectiveError | None:
+    def error(self) -> CollectiveError | None:  # type: ignore[override]
         """Error of the call, the same on all ranks; None while it has not failed."""
         return self._work.error
 
@@ -70,7 +66,7 @@ class Together(Attempt):
         raise NotImplementedError("a call of all ranks cannot be left by one")
 
     def _kept(self, schedule: Schedule[Any]) -> Schedule[None]:
-        self._value = yield from schedule
+        self.value = yield from schedule
 
 
 class PartialRounds:

@@ -55,8 +55,9 @@ class OutstandingCall(Work[Any], Attempt, Driven):
     device: where received payloads are put. side: its own stream there, where it has one.
     """
 
-    ended, error, bytes_sent = cast(float | None, None), cast(CollectiveError | None, None), 0
-    began = 0.0
+    ended: float | None = None
+    error: CollectiveError | None = None
+    value, bytes_sent = None, 0
 
     def __init__(
         self, comm: TransportCommunicator, call: Call, timeout: float, device: torch.device, control: Control
@@ -79,11 +80,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         self.progressed = self._turn_came = time.monotonic()
 
     @property
-    def value(self) -> Any:
-        return self.call.value
-
-    @property
-    def lost(self) -> int | None:
+    def lost(self) -> int | None:  # type: ignore[override]
         return None if self._lost is None else self._lost.peer
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -125,7 +122,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         if self.error is not None:
             self.control.told = True
             raise CollectiveError(str(self.error)) from self._cause
-        return self.call.value
+        return self.value
 
     def cancel(self) -> None:
         self.control.request_abort("it was cancelled")
@@ -255,6 +252,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
 
     def _finish(self) -> None:
         self._label.__exit__(None, None, None)  # maybe in another thread
+        self.value = self.call.value
         with self.control.lock:
             self.control.in_flight.discard(self.call.number)
             if self.comm.transport.untagged is not None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -37,8 +37,10 @@ class SimulatedCall(Work[Any], Attempt):
     Waiting for it, or for its futures, lets the other ranks go on; seconds are virtual.
     """
 
-    began, ended, error, bytes_sent = 0.0, cast(float | None, None), cast(CollectiveError | None, None), 0
-    lost = None  # signals tell which ranks have departed
+    ended: float | None = None
+    error: CollectiveError | None = None
+    value = lost = None  # lost: signals tell which ranks have departed
+    bytes_sent = 0
 
     def __init__(self, loop: EventLoop, call: Call, context: Context) -> None:
         self._loop, self.call, self.context, self.began = loop, call, context, loop.now
@@ -53,7 +55,7 @@ class SimulatedCall(Work[Any], Attempt):
         self._loop.wait(self.call.rank, self, timeout)
         if self.error is not None:
             raise CollectiveError(str(self.error)) from self.error.__cause__
-        return self.call.value
+        return self.value
 
     def is_completed(self) -> bool:
         self._loop.sleep(self.call.rank, POLL_SECONDS)
@@ -67,10 +69,6 @@ class SimulatedCall(Work[Any], Attempt):
 
     def cancel(self) -> None:
         self._loop.wish(lambda: self._loop.tear(self))
-
-    @property
-    def value(self) -> Any:
-        return self.call.value
 
     @property
     def name(self) -> Name:
@@ -380,6 +378,7 @@ class EventLoop:
 
     def _end(self, outstanding: SimulatedCall, error: CollectiveError | None) -> None:
         outstanding.done, outstanding.error, outstanding.ended = True, error, self.now
+        outstanding.value = outstanding.call.value
         self._outstanding[outstanding.call.rank].pop(outstanding.name, None)
         if error is not None:
             outstanding.call.close()
