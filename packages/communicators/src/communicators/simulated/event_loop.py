@@ -28,7 +28,7 @@ Name: TypeAlias = tuple[Context, int]
 """Name of a call: its communicator, and its number there."""
 Address = tuple[int, Name, int]  # sender, call, tag
 POLL_SECONDS = 50e-6
-"""Virtual cost of one `is_completed()`."""
+"""Virtual cost of one `is_completed()`, or one `poll()` of signals."""
 
 
 class SimulatedCall(Work[Any], Attempt):
@@ -44,6 +44,7 @@ class SimulatedCall(Work[Any], Attempt):
 
     def __init__(self, loop: EventLoop, call: Call, context: Context) -> None:
         self._loop, self.call, self.context, self.began = loop, call, context, loop.now
+        self.name: Name = (context, call.number)
         self.done = False
         self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity
         self.unsent = -1  # -1: not in a round
@@ -69,11 +70,6 @@ class SimulatedCall(Work[Any], Attempt):
 
     def cancel(self) -> None:
         self._loop.wish(lambda: self._loop.tear(self))
-
-    @property
-    def name(self) -> Name:
-        """Communicator and number of the call."""
-        return self.context, self.call.number
 
     def waits(self) -> str:
         """Phrase that says who waits for whom."""
@@ -183,7 +179,7 @@ class EventLoop:
             self.after(0.0, partial(self._resume, rank))
         for rank, seconds in self.world.deaths:
             die = partial(self._die, rank, f"rank {rank} died after {seconds:g} virtual seconds")
-            self.after(seconds, die, live=partial(self._lives, rank))
+            self.after(seconds, die, live=partial(self.lives, rank))
         try:
             self._drain()
             while len(self.ended_ranks()) < len(bodies):
@@ -241,7 +237,8 @@ class EventLoop:
         if not outstanding.done:
             self._end(outstanding, CollectiveError(reason))
 
-    def _lives(self, rank: int) -> bool:
+    def lives(self, rank: int) -> bool:
+        """Whether a rank's function goes on."""
         return rank not in self.ended_ranks()
 
     def _die(self, rank: int, reason: str) -> None:
