@@ -95,8 +95,7 @@ class EventLoop:
         self._outstanding: list[dict[Name, SimulatedCall]] = [{} for _ in range(world.size)]  # in flight
         self._calls: list[Counter[Context]] = [Counter() for _ in range(world.size)]
         self._facts: dict[Name, tuple[int, str]] = {}  # of each call: who made it first, and with which
-        self._poison: dict[Context, CollectiveError] = {}
-        self._dead: CollectiveError | None = None  # of the whole world
+        self._poison: dict[Context | None, CollectiveError] = {}  # None: of the whole world
         self._bereaved: CollectiveError | None = None  # of all communicators but these:
         self.outliving: set[Context] = set()
         self._torn: set[Context] = set()  # of attempts that a rank has left
@@ -249,7 +248,7 @@ class EventLoop:
             outstanding.callbacks.clear()
             outstanding.waiter = None
             self.tear(outstanding, reason)
-        self._bereaved = self._bereaved or self._dead or CollectiveError(reason)
+        self._bereaved = self._bereaved or self._poison.get(None) or CollectiveError(reason)
         self._end_all(self._bereaved, lambda context: context not in self.outliving)
         self.look_around()
 
@@ -351,18 +350,14 @@ class EventLoop:
     def poisoned(self, context: Context) -> CollectiveError | None:
         """Error of a communicator that has failed; None while it has not."""
         bereaved = None if context in self.outliving else self._bereaved
-        return self._poison.get(context) or bereaved or self._dead
+        return self._poison.get(context) or bereaved or self._poison.get(None)
 
     def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
         """Fails a communicator (None: all of them): its calls in flight, and later ones, end with its first reason."""
-        if self._dead is not None or context in self._poison:
+        if None in self._poison or context in self._poison:
             return
-        poison = CollectiveError(reason)
+        poison = self._poison[context] = CollectiveError(reason)
         poison.__cause__ = cause
-        if context is None:
-            self._dead = poison
-        else:
-            self._poison[context] = poison
         self._end_all(poison, lambda one: context in (None, one))
         self.look_around()
 
@@ -402,7 +397,7 @@ class EventLoop:
         raised.sort(key=lambda error: isinstance(error, CollectiveError))  # a cause rather than its consequences
         if raised:
             raise raised[0]
-        if self._dead is not None or self._bereaved is not None:
+        if None in self._poison or self._bereaved is not None:
             return  # every rank has caught it
         self._check_left_behind()
 
