@@ -159,6 +159,19 @@ def test_a_late_or_early_peer_is_no_reason(data, mine, theirs):
     assert [control.abort_reason for control in network.controls] == [None, None]
 
 
+@pytest.mark.parametrize("first", [0, 2, 3])
+def test_a_time_out_says_where_the_chain_of_waits_leads(first):
+    network = Network(4, lambda n: 0)
+    for rank, peer in ((0, 2), (2, 3), (3, 1)):
+        network.controls[rank].waits(0, "sum", [peer])
+    network.deliver_all()
+    network.controls[first].request_abort("timed out after 5 s: it waits for rank 2 in call 0")
+    network.deliver_all()
+    assert {control.abort_reason for control in network.controls} == {
+        "timed out after 5 s: it waits for rank 2 in call 0; all waits lead to rank 1"
+    }
+
+
 def test_who_leaves_is_known_to_all():
     network = Network(3, lambda n: 0)
     for number in range(4):

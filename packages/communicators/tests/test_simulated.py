@@ -206,6 +206,30 @@ def test_an_error_in_a_ranks_own_code_is_raised_and_frees_the_others():
     assert set(outcomes.values()) == {"rank 1 failed in its own code: KeyError: 'mine'"}
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_a_rank_that_dies_amid_its_sends_gives_all_ranks_one_reason(size):
+    def everybody(rank):
+        peers = [peer for peer in range(size) if peer != rank]
+        for _ in range(2):
+            yield Round({peer: Payload.of(torch.ones(4)) for peer in peers}, dict.fromkeys(peers, ROOM))
+
+    for message in range(2 * (size - 1)):
+        world = SimulatedWorld(size, faults=[Dies(1, message=message)])
+        said = {}
+
+        def body(comm, said=said):
+            try:
+                run(everybody(comm.rank), comm)
+            except CollectiveError as error:
+                said[comm.rank] = str(error)
+                raise
+
+        with pytest.raises(CollectiveError, match=r"^rank 1 died in .*everybody$"):
+            world.run(body)
+        assert len(said) == size - 1
+        assert len(set(said.values())) == 1
+
+
 def test_after_a_failure_later_calls_raise_the_same():
     def twice(comm):
         got = []

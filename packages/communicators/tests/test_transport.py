@@ -21,7 +21,7 @@ from communicators import (
 )
 from communicators.background import control, sends, transport_communicator
 from communicators.background.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
-from communicators.background.transport import PeerLost
+from communicators.background.transport import PeerLost, Transport
 from communicators.background.transport_communicator import drive
 from communicators.worlds.gloo import Waiters
 from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
@@ -187,6 +187,21 @@ def test_a_works_times_are_of_the_communicators_clock():
     for work in works:
         work.wait(timeout=10)
         assert begin <= work.began <= work.ended <= comms[0].clock()
+
+
+def test_a_transport_of_ones_own_is_told_what_it_lacks(monkeypatch):
+    """Without a Pending, without a duplicate, and where changed messages go unchecked."""
+    monkeypatch.setattr(Threads, "duplicate", Transport.duplicate)
+    assert "it lacks duplicate(patience)" in str(on_all(ranks(2), lambda comm: comm.duplicate())[0])
+    monkeypatch.setattr(Waiting, "received", lambda self: {p: changed(payload) for p, payload in self.come.items()})
+    assert "corrupted agreement" in str(on_all(ranks(2), lambda comm: run(ping(comm), comm))[0])
+    monkeypatch.setattr(Threads, "post", lambda *_: None)
+    assert "Threads.post() returned None, expected a Pending" in str(on_all(ranks(2), lambda c: run(ping(c), c))[0])
+
+
+def changed(payload):
+    payload.body.fill_(7)
+    return payload
 
 
 def test_a_call_waits_busily_in_every_round_at_first():

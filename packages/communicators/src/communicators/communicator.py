@@ -40,17 +40,19 @@ def check_timeout(timeout: float) -> float:
 
 
 class Work(ABC, Generic[T]):
-    """A collective that was started and goes on by itself."""
+    """A collective that was started and goes on by itself.
 
-    @property
-    @abstractmethod
-    def began(self) -> float:
-        """Start of the call, in seconds by `Communicator.clock`."""
+    Attributes:
+        began: Start of the call, in seconds by `Communicator.clock`.
+        ended: Time of its result or error, by the same clock; None until then.
+        bytes_sent: Bytes that this rank has sent in it so far, as `Communicator.bytes_sent` counts them.
+        error: Error that `wait` would raise; None while the collective has not failed.
+    """
 
-    @property
-    @abstractmethod
-    def ended(self) -> float | None:
-        """Time of its result or error, by the same clock; None until then."""
+    began: float
+    ended: float | None
+    bytes_sent: int
+    error: CollectiveError | None
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T:
@@ -67,16 +69,6 @@ class Work(ABC, Generic[T]):
     @abstractmethod
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent in this collective so far, as `Communicator.bytes_sent` counts them."""
-        raise NotImplementedError(f"{type(self).__name__} does not count its bytes: see Communicator.bytes_sent")
-
-    @property
-    def error(self) -> CollectiveError | None:
-        """Error that `wait` would raise; None while the collective has not failed."""
-        raise NotImplementedError(f"{type(self).__name__} does not tell its error: wait() raises it")
 
     def when_over(self, callback: Callable[[], None]) -> None:
         """Calls back once there is a result or an error, at once if it is over; in any thread, so it must be short."""

@@ -65,14 +65,16 @@ def _found(comm: Any, patience: float | None, transport: str | None, store: Any)
         patience = check_timeout(patience)
     if transport not in (None, "host", "nccl"):
         raise ValueError(f"transport is {transport!r}, expected 'host' or 'nccl'")
-    if isinstance(comm, Communicator):
-        _refuse(transport, store)
-        return comm
     if comm is None and dist.is_available() and dist.is_initialized():
         comm = dist.group.WORLD
     if dist.is_available() and isinstance(comm, dist.ProcessGroup):
         return _from_process_group(comm, patience, transport, store)
-    _refuse(transport, store)
+    if transport == "nccl":
+        raise ValueError('transport="nccl" is for a torch process group with NCCL for CUDA tensors, at its first use')
+    if store is not None:
+        raise TypeError("store= is for a torch process group: the ranks of others have met already")
+    if isinstance(comm, Communicator):
+        return comm
     mpi = sys.modules.get("mpi4py.MPI")
     if comm is None:
         return _from_mpi(mpi.COMM_WORLD, mpi, patience) if mpi is not None else _one_rank()
@@ -81,14 +83,6 @@ def _found(comm: Any, patience: float | None, transport: str | None, store: Any)
     raise TypeError(
         f"expected an mpi4py communicator, a torch process group, a Communicator or None, got {type(comm).__name__}"
     )
-
-
-def _refuse(transport: str | None, store: Any) -> None:
-    """Refuses settings of a torch process group."""
-    if transport == "nccl":
-        raise ValueError('transport="nccl" is for a torch process group with NCCL for CUDA tensors, at its first use')
-    if store is not None:
-        raise TypeError("store= is for a torch process group: the ranks of others have met already")
 
 
 def _from_process_group(

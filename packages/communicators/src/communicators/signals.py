@@ -19,22 +19,17 @@ OnSignal: TypeAlias = Callable[[int, int], None]
 
 
 class Attempt(ABC):
-    """A schedule among some of the ranks, beside others that may have died; made by `Signals.attempt`."""
+    """A schedule among some of the ranks, beside others that may have died; made by `Signals.attempt`.
 
-    @property
-    @abstractmethod
-    def value(self) -> Any:
-        """Result that the schedule has returned."""
+    Attributes:
+        value: Result that the schedule has returned.
+        error: Error of the attempt, on this rank alone; None while it has not failed.
+        lost: Rank whose lost connection made the attempt fail.
+    """
 
-    @property
-    @abstractmethod
-    def error(self) -> CollectiveError | None:
-        """Error of the attempt, on this rank alone; None while it has not failed."""
-
-    @property
-    @abstractmethod
-    def lost(self) -> int | None:
-        """Rank whose lost connection made the attempt fail."""
+    value: Any
+    error: CollectiveError | None
+    lost: int | None
 
     @abstractmethod
     def when_over(self, callback: Callable[[], None]) -> None:

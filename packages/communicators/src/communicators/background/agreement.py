@@ -33,6 +33,11 @@ def agreement(facts: str, number: int, rank: int, size: int) -> Schedule[None]:
         received = yield Round({to: sent}, {source: len(packed)})
         theirs = _SIDE.iter_unpack(received[source].body.numpy().tobytes())
         sides = _lowest({*sides, *((one, text.rstrip(b"\0")) for one, text in theirs)})
+        if not all(side == NOBODY or side[0] in range(size) for side in sides):
+            raise CollectiveError(
+                f"corrupted agreement: rank {rank} got from rank {source} what no rank has sent; is every payload that "
+                "comes checked by call.accept()?"
+            )
     (one, ours), (other, others) = sides
     if other >= 0:
         shown = [text.decode(errors="replace") for text in (ours, others)]

@@ -3,8 +3,9 @@
 Rank 0 is the arbiter, or the lowest rank that can still be reached: the first reason that reaches it becomes the abort
 reason that every rank raises.
 
-- A rank that has waited for a while writes `waits` to the peers that it waits for. They compare its facts with what
-  they called under the same number; a later call is remembered and compared when they come to it.
+- A rank that has waited for a while writes `waits` to the peers that it waits for, and to the arbiter. They compare its
+  facts with what they called under the same number; a later call is remembered and compared when they come to it. The
+  arbiter adds to the reason of a time-out where all waits lead: the rank that is named there may wait for another.
 - A rank that finds a reason (other facts, a time-out, an exception, a peer that has left) writes it to the arbiter,
   which sends the abort reason to all.
 - A rank that gets no answer asks all others, who tell it the abort reason or ask the arbiter in its stead, so that one
@@ -26,6 +27,10 @@ from typing import Any
 from communicators import errors
 from communicators.background.transport import CONTROL_BYTES, Transport
 
+TIMED_OUT = "timed out"
+"""Beginning of the reason of a rank that has waited for too long."""
+MOST_NAMED = 16
+"""Most ranks that one message or reason names."""
 REMEMBERED_CALLS = 1024
 CHECK_BYTES = 4
 ABORT_SECONDS = 5.0
@@ -61,6 +66,7 @@ class Control:
         self._asked_by: set[int] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
         self._theirs: dict[int, tuple[int, str]] = {}
+        self._waits: dict[int, tuple[int, list[int]]] = {}  # by rank: call and peers of its last long wait
 
     @property
     def arbiter(self) -> int:
@@ -78,8 +84,12 @@ class Control:
                 self._compare(number, *waiting)
 
     def waits(self, number: int, facts: str, peers: Iterable[int]) -> None:
-        """Tells these peers that this rank has waited long for them."""
-        self._write(self.ranks.intersection(peers), kind="waits", rank=self.rank, number=number, facts=facts)
+        """Tells these peers, and the arbiter, that this rank has waited long for them."""
+        with self.lock:
+            whom = list(peers)[:MOST_NAMED]
+            self._waits[self.rank] = number, whom
+            told = self._others.intersection((*peers, self.arbiter))
+            self._write(told, kind="waits", rank=self.rank, number=number, facts=facts, whom=whom)
 
     def request_abort(self, reason: str) -> None:
         """Requests an abort for a reason that this rank has found; its first reason counts."""
@@ -107,8 +117,7 @@ class Control:
     def depart(self, why: str) -> None:
         """Tells all ranks that this one departs, and how many of its first calls are over."""
         with self.lock, self._noted():
-            calls = min(self.in_flight, default=next(reversed(self._mine), -1) + 1)
-            self._write(self._others, kind="departed", rank=self.rank, why=why, calls=calls)
+            self._write(self._others, kind="departed", rank=self.rank, why=why, calls=self._calls_over())
 
     def listen(self) -> bool:
         """Reads the control messages that have come, and answers; False where the transport has failed."""
@@ -133,6 +142,7 @@ class Control:
         if kind == "departed":
             self.departed[rank], self.ended_calls[rank] = content["why"], content["calls"]
         elif kind == "waits":
+            self._waits[rank] = content["number"], content["whom"]
             self._compare(content["number"], rank, content["facts"])
         elif kind == "abort" and self.abort_reason is None:
             self.abort_reason = reason
@@ -180,8 +190,20 @@ class Control:
             self.request_abort(errors.mismatch(number, self.rank, mine, rank, facts))
 
     def _decide(self, reason: str, tell: set[int]) -> None:
-        self.abort_reason = reason
-        self._write(tell, kind="abort", reason=reason)
+        late = self._late() if reason.startswith(TIMED_OUT) else ""
+        self.abort_reason = f"{reason}; all waits lead to rank {late}" if late else reason
+        self._write(tell, kind="abort", reason=self.abort_reason)
+
+    def _late(self) -> str:
+        """Ranks that others wait for in calls that are not over, and that do not wait themselves, as far as known."""
+        over = self._calls_over()
+        waits = {rank: peers for rank, (number, peers) in self._waits.items() if number >= over}
+        late = sorted({peer for peers in waits.values() for peer in peers} - waits.keys())
+        return ", ".join(map(str, late[:MOST_NAMED]))
+
+    def _calls_over(self) -> int:
+        """Number of the first calls that are over."""
+        return min(self.in_flight, default=next(reversed(self._mine), -1) + 1)
 
     @property
     def _others(self) -> set[int]:

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 
@@ -112,7 +112,8 @@ class Engine:
             self._advance_all()
         if waited > SPIN_SECONDS:
             nap(min(waited / 8, LONGEST_NAP_SECONDS))
-            self._look_around([driven])
+            driven.watch()
+            self._listen_in_time()
 
     def drive_until(self, over: Callable[[], bool], timeout: float | None) -> None:
         """Drives all work in the calling thread, where no other may, until this is over, or time is."""
@@ -172,24 +173,21 @@ class Engine:
                 pass
 
     def _advance_all(self) -> None:
+        """Advances all work; what raises is abandoned, and leaves the others and the thread alone."""
         for driven in list(self._driven):
-            self._guard(driven, driven.advance)
-        self._look_around(list(self._driven))
+            try:
+                over = driven.advance()
+                if not over:
+                    driven.watch()
+            except Exception as error:
+                over = True
+                driven.abandon(error)
+            if over and driven in self._driven:
+                self._driven.remove(driven)
+        self._listen_in_time()
 
-    def _guard(self, driven: Driven, look: Callable[[], bool | None]) -> None:
-        """Abandons work that raises, and leaves the others and the thread alone."""
-        try:
-            over = look()
-        except Exception as error:
-            over = True
-            driven.abandon(error)
-        if over and driven in self._driven:
-            self._driven.remove(driven)
-
-    def _look_around(self, driven: Sequence[Driven]) -> None:
-        """Looks at clocks; at most every LISTEN_SECONDS, a hundredth of the shortest watch, reads control messages."""
-        for one in driven:
-            self._guard(one, one.watch)
+    def _listen_in_time(self) -> None:
+        """Reads control messages at most every LISTEN_SECONDS, a hundredth of the shortest watch."""
         now = time.monotonic()
         if now - self._listened >= LISTEN_SECONDS and (self.inline or self.on_thread()):
             self._listened = now

@@ -44,7 +44,7 @@ class Pending(ABC):
 
     @abstractmethod
     def received(self) -> Received:
-        """Payloads by peer, once they have `arrived`; checks each against the call."""
+        """Payloads by peer, once they have `arrived`; each checked by `call.accept(peer, payload, recvs[peer])`."""
 
     @abstractmethod
     def missing(self) -> list[int]:
@@ -111,8 +111,9 @@ class SignalLine(ABC):
 
 
 class Transport(ABC):
-    """Carries rounds and control messages between ranks.
+    """Carries rounds and control messages between ranks. `rank`, `size`, `device`, `threaded` have no defaults.
 
+    device: of payloads, unless a call names another one.
     threaded: whether another thread may drive it while the caller computes.
     name: how data on a GPU travel, "host" or "nccl".
     outlives_ranks: whether messages between the others go on where a rank has died.
@@ -136,7 +137,11 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        """Posts all sends and receives of a round; received payloads are put on `device`."""
+        """Posts all sends and receives of a round; received payloads are put on `device`.
+
+        Each payload that goes is first stamped, `call.stamp(payload)`, and travels whole (`payload.memory`). Tags are
+        `call.tag(peer, call.sent)` of what goes and `call.tag(peer, call.heard)` of what comes, once a message.
+        """
 
     def began(self, call: Call) -> None:  # noqa: B027 - only who has no tags needs it
         """Notes an untagged call; called in the order of the calls' numbers."""
@@ -178,7 +183,7 @@ class Transport(ABC):
 
     def duplicate(self, patience: float) -> Transport:
         """Another transport of the same ranks, which all make it now; waits at most `patience` seconds for them."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be duplicated")
+        raise NotImplementedError(f"{type(self).__name__} cannot be duplicated: it lacks duplicate(patience)")
 
     def duplicate_for_signals(self, patience: float) -> Transport:
         """Duplicate for a transport that carries nothing but `signal_line()`."""
@@ -186,7 +191,7 @@ class Transport(ABC):
 
     def signal_line(self) -> SignalLine:
         """The line for signals, of which a transport has one."""
-        raise NotImplementedError(f"{type(self).__name__} carries no signals")
+        raise NotImplementedError(f"{type(self).__name__} carries no signals: it lacks signal_line()")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Releases what would keep the process from ending."""

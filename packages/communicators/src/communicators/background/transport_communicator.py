@@ -21,7 +21,7 @@ from torch import Tensor
 from communicators import errors
 from communicators.background.agreement import agreement
 from communicators.background.call import Call, NativeSum
-from communicators.background.control import Control, RequestedAbort, depart
+from communicators.background.control import TIMED_OUT, Control, RequestedAbort, depart
 from communicators.background.engine import SPIN_SECONDS, Driven, Engine, engine
 from communicators.background.sends import GRACE_SECONDS, UnsentMessages
 from communicators.background.signals import TransportSignals
@@ -55,8 +55,9 @@ class OutstandingCall(Work[Any], Attempt, Driven):
     device: where received payloads are put. side: its own stream there, where it has one.
     """
 
-    ended, error, bytes_sent = cast(float | None, None), cast(CollectiveError | None, None), 0
-    began = 0.0
+    ended: float | None = None
+    error: CollectiveError | None = None
+    value, bytes_sent = None, 0
 
     def __init__(
         self, comm: TransportCommunicator, call: Call, timeout: float, device: torch.device, control: Control
@@ -79,11 +80,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         self.progressed = self._turn_came = time.monotonic()
 
     @property
-    def value(self) -> Any:
-        return self.call.value
-
-    @property
-    def lost(self) -> int | None:
+    def lost(self) -> int | None:  # type: ignore[override]
         return None if self._lost is None else self._lost.peer
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -125,7 +122,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         if self.error is not None:
             self.control.told = True
             raise CollectiveError(str(self.error)) from self._cause
-        return self.call.value
+        return self.value
 
     def cancel(self) -> None:
         self.control.request_abort("it was cancelled")
@@ -166,8 +163,8 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
             self._request_abort(errors.lost(self._lost.peer), self._lost.error)
         elif waited > self._timeout:
-            self._request_abort(f"timed out after {self._timeout:g} s: {waiting}", patience=LATE_ABORT_SECONDS)
-        elif waited > REPORT_SECONDS and not self._reported:
+            self._request_abort(f"{TIMED_OUT} after {self._timeout:g} s: {waiting}", patience=LATE_ABORT_SECONDS)
+        elif waited > min(REPORT_SECONDS, self._timeout / 2) and not self._reported:
             self._reported = True
             control.waits(call.number, call.facts, missing)
 
@@ -229,6 +226,8 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         else:
             device = self.device if self.call.counted else CPU  # an agreement is read by the host
             self._pending = self.comm.transport.post(self.call, action, device)
+            if self._pending is None:
+                raise TypeError(f"{type(self.comm.transport).__name__}.post() returned None, expected a Pending")
             self._peers = *action.sends, *action.recvs
             if self.call.counted and action.sends:
                 nbytes = sum([payload.wire_nbytes for payload in action.sends.values()])
@@ -253,6 +252,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
 
     def _finish(self) -> None:
         self._label.__exit__(None, None, None)  # maybe in another thread
+        self.value = self.call.value
         with self.control.lock:
             self.control.in_flight.discard(self.call.number)
             if self.comm.transport.untagged is not None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ Name: TypeAlias = tuple[Context, int]
 """Name of a call: its communicator, and its number there."""
 Address = tuple[int, Name, int]  # sender, call, tag
 POLL_SECONDS = 50e-6
-"""Virtual cost of one `is_completed()`."""
+"""Virtual cost of one `is_completed()`, or one `poll()` of signals."""
 
 
 class SimulatedCall(Work[Any], Attempt):
@@ -37,11 +37,14 @@ class SimulatedCall(Work[Any], Attempt):
     Waiting for it, or for its futures, lets the other ranks go on; seconds are virtual.
     """
 
-    began, ended, error, bytes_sent = 0.0, cast(float | None, None), cast(CollectiveError | None, None), 0
-    lost = None  # signals tell which ranks have departed
+    ended: float | None = None
+    error: CollectiveError | None = None
+    value = lost = None  # lost: signals tell which ranks have departed
+    bytes_sent = 0
 
     def __init__(self, loop: EventLoop, call: Call, context: Context) -> None:
         self._loop, self.call, self.context, self.began = loop, call, context, loop.now
+        self.name: Name = (context, call.number)
         self.done = False
         self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity
         self.unsent = -1  # -1: not in a round
@@ -53,7 +56,7 @@ class SimulatedCall(Work[Any], Attempt):
         self._loop.wait(self.call.rank, self, timeout)
         if self.error is not None:
             raise CollectiveError(str(self.error)) from self.error.__cause__
-        return self.call.value
+        return self.value
 
     def is_completed(self) -> bool:
         self._loop.sleep(self.call.rank, POLL_SECONDS)
@@ -67,15 +70,6 @@ class SimulatedCall(Work[Any], Attempt):
 
     def cancel(self) -> None:
         self._loop.wish(lambda: self._loop.tear(self))
-
-    @property
-    def value(self) -> Any:
-        return self.call.value
-
-    @property
-    def name(self) -> Name:
-        """Communicator and number of the call."""
-        return self.context, self.call.number
 
     def waits(self) -> str:
         """Phrase that says who waits for whom."""
@@ -101,13 +95,11 @@ class EventLoop:
         self._outstanding: list[dict[Name, SimulatedCall]] = [{} for _ in range(world.size)]  # in flight
         self._calls: list[Counter[Context]] = [Counter() for _ in range(world.size)]
         self._facts: dict[Name, tuple[int, str]] = {}  # of each call: who made it first, and with which
-        self._poison: dict[Context, CollectiveError] = {}
-        self._dead: CollectiveError | None = None  # of the whole world
+        self._poison: dict[Context | None, CollectiveError] = {}  # None: of the whole world
         self._bereaved: CollectiveError | None = None  # of all communicators but these:
         self.outliving: set[Context] = set()
         self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
-        self._watches: dict[int, Watch] = {}
         self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for)
         self.signals: dict[Context, Any] = {}  # those of all ranks, which look each other up here
@@ -143,17 +135,18 @@ class EventLoop:
 
     def wait_for(self, watch: Watch) -> None:
         """Waits until the watched condition holds; returns also where its communicator has failed."""
-        self._watches[watch.rank] = watch
+        self.wish(lambda: self.look_at(watch))
         self.wait(watch.rank, watch, None)
 
     def look_around(self) -> None:
         """Looks at the conditions of all waiting ranks; called in the loop's thread."""
-        for watch in list(self._watches.values()):
-            self.look_at(watch)
+        for waiting in list(self._blocked.values()):
+            if isinstance(waiting, Watch):
+                self.look_at(waiting)
 
     def look_at(self, watch: Watch | None) -> None:
-        """Wakes a waiting rank whose condition holds now; called in the loop's thread."""
-        if watch is not None and not watch.done and watch.over():
+        """Wakes a waiting rank whose condition holds now, or never will; called in the loop's thread."""
+        if watch is not None and not watch.done and (self.poisoned(watch.context) or watch.over()):
             watch.done = True
             self._wake(watch)
 
@@ -185,7 +178,7 @@ class EventLoop:
             self.after(0.0, partial(self._resume, rank))
         for rank, seconds in self.world.deaths:
             die = partial(self._die, rank, f"rank {rank} died after {seconds:g} virtual seconds")
-            self.after(seconds, die, live=partial(self._lives, rank))
+            self.after(seconds, die, live=partial(self.lives, rank))
         try:
             self._drain()
             while len(self.ended_ranks()) < len(bodies):
@@ -243,19 +236,19 @@ class EventLoop:
         if not outstanding.done:
             self._end(outstanding, CollectiveError(reason))
 
-    def _lives(self, rank: int) -> bool:
+    def lives(self, rank: int) -> bool:
+        """Whether a rank's function goes on."""
         return rank not in self.ended_ranks()
 
     def _die(self, rank: int, reason: str) -> None:
         """Ends a rank, and all calls but those that outlive ranks."""
         self.ranks[rank].dead = True
         self._blocked.pop(rank, None)
-        self._watches.pop(rank, None)
         for outstanding in list(self._outstanding[rank].values()):
             outstanding.callbacks.clear()
             outstanding.waiter = None
             self.tear(outstanding, reason)
-        self._bereaved = self._bereaved or CollectiveError(reason)
+        self._bereaved = self._bereaved or self._poison.get(None) or CollectiveError(reason)
         self._end_all(self._bereaved, lambda context: context not in self.outliving)
         self.look_around()
 
@@ -269,7 +262,7 @@ class EventLoop:
         if thread.over:
             self.look_around()
         if thread.error is not None:
-            self.fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
+            self.fail(errors.reason(rank, "its own code", thread.error), None, thread.error)
 
     def _carry_out(self) -> None:
         wishes, self._wishes = self._wishes, []
@@ -356,25 +349,17 @@ class EventLoop:
 
     def poisoned(self, context: Context) -> CollectiveError | None:
         """Error of a communicator that has failed; None while it has not."""
-        if context in self._poison or self._dead is not None:
-            return self._poison.get(context, self._dead)
-        return None if context in self.outliving else self._bereaved
+        bereaved = None if context in self.outliving else self._bereaved
+        return self._poison.get(context) or bereaved or self._poison.get(None)
 
     def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
         """Fails a communicator (None: all of them): its calls in flight, and later ones, end with its first reason."""
-        if self._dead is not None or context in self._poison:
+        if None in self._poison or context in self._poison:
             return
-        poison = CollectiveError(reason)
+        poison = self._poison[context] = CollectiveError(reason)
         poison.__cause__ = cause
-        if context is None:
-            self._dead = poison
-        else:
-            self._poison[context] = poison
         self._end_all(poison, lambda one: context in (None, one))
-        for watch in self._watches.values():
-            if not watch.done and context in (None, watch.context):
-                watch.done = True
-                self._wake(watch)
+        self.look_around()
 
     def _end_all(self, error: CollectiveError, of: Callable[[Context], bool]) -> None:
         """Ends the calls in flight of these communicators."""
@@ -385,6 +370,7 @@ class EventLoop:
 
     def _end(self, outstanding: SimulatedCall, error: CollectiveError | None) -> None:
         outstanding.done, outstanding.error, outstanding.ended = True, error, self.now
+        outstanding.value = outstanding.call.value
         self._outstanding[outstanding.call.rank].pop(outstanding.name, None)
         if error is not None:
             outstanding.call.close()
@@ -411,7 +397,7 @@ class EventLoop:
         raised.sort(key=lambda error: isinstance(error, CollectiveError))  # a cause rather than its consequences
         if raised:
             raise raised[0]
-        if self._dead is not None or self._bereaved is not None:
+        if None in self._poison or self._bereaved is not None:
             return  # every rank has caught it
         self._check_left_behind()
 

@@ -13,12 +13,10 @@ from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule, among
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
-from communicators.simulated.event_loop import EventLoop
+from communicators.simulated.event_loop import POLL_SECONDS, EventLoop
 from communicators.simulated.ranks import Context, Watch
 
 SIGNAL_BYTES = 8
-POLL_SECONDS = 50e-6
-"""Virtual cost of one `poll()`."""
 
 
 class SignalGroup:
@@ -60,8 +58,7 @@ class SimulatedSignals(Signals):
     def remind(self, seconds: float, value: int) -> None:
         """Sends a signal to this rank itself after `seconds` of virtual time."""
         send = partial(self._loop.guarded, self._context, self.rank, partial(self._put, self.rank, value))
-        live = lambda: self.rank not in self._loop.ended_ranks()  # noqa: E731
-        self._loop.wish(lambda: self._loop.after(seconds, send, live))
+        self._loop.wish(lambda: self._loop.after(seconds, send, partial(self._loop.lives, self.rank)))
 
     def fail(self, reason: str) -> None:
         self._loop.refuse_to_wait("fail()")

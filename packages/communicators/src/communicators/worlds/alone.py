@@ -94,8 +94,7 @@ class _ToItself(Signals):
 class _Finished(Work[T], Attempt):
     """A call or an attempt that is over."""
 
-    lost = error = value = None
-    began = ended = 0.0
+    lost = error = None
     bytes_sent = 0
 
     def __init__(self, value: T, began: float, ended: float) -> None:
