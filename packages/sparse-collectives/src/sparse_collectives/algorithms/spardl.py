@@ -131,7 +131,14 @@ class SparDL(Algorithm):
 
         Where T divides k: 2k(T − 1)/T entries of 8 bytes (float64: 12) for d = 1. Between teams, R-SAG: log d messages
         of B entries, with headers; B-SAG: (d − 1)·h entries in ⌈log d⌉ messages.
-        state: as it is before the call.
+
+        Args:
+            rank: This rank.
+            size: P.
+            k: The most entries that a rank contributes.
+            numel: n.
+            dtype: Of the gradient.
+            state: As it is before the call.
         """
         state, wire, ranks = self.initial_state() if state is None else state, self.wire, size // self.teams
         team, position = divmod(rank, ranks)
