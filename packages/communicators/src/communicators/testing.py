@@ -140,7 +140,7 @@ def _same_bits(a: Tensor, b: Tensor, what: str) -> None:
 
 
 def first_difference(given: Tensor, expected: Tensor) -> str:
-    """Where two tensors differ first, bit for bit, and in how many elements; empty where they are equal."""
+    """First place where two tensors differ, bit for bit, and in how many elements; empty where they are equal."""
     if (given.shape, given.dtype) != (expected.shape, expected.dtype):
         return f"{given.dtype} of shape {tuple(given.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
     both = [x.contiguous().view(-1, 1) for x in (given, expected)]

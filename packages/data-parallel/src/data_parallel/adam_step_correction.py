@@ -43,7 +43,7 @@ EVERY = 8  # steps
 WIDTH = 32
 ROW = 256  # elements, a multiple of WIDTH
 SMALL = 4096
-"""Of fewer elements, tensors are put together first, as are others' last rows."""
+"""Elements below which tensors are put together first, as are others' last rows."""
 
 
 def knows(optimizer: Optimizer) -> bool:

@@ -27,7 +27,7 @@ CARRY = (
 Shapes = Mapping[str, torch.Size]
 
 SCHEDULED = ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names")
-"""What schedulers, and named parameters, add to groups."""
+"""Settings that schedulers, and named parameters, add to groups."""
 
 
 def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str, Any], dict[str, Any]]:

@@ -295,7 +295,11 @@ class Algorithm(ABC):
     def facts(self, *what: str, state: State | None = None) -> str:
         """All that ranks must share, as text: of the call, the options, a wire of fewer bytes, and the state's age.
 
-        The age is its "step" between powers of two, because whatever was no fact before is agreed in a call's time.
+        The age is its "step" between powers of two, because a new fact costs ranks an agreement.
+
+        Args:
+            *what: Facts of the call.
+            state: That of the calls before, of one that keeps any.
         """
         wire = [f"wire={self.wire.name}"] if self.wire is not RAW else []
         calls: Any = (state or {}).get("step")

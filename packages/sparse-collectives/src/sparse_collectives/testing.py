@@ -30,7 +30,7 @@ SIZES = (1, 2, 3, 5, 8)
 SHAPES = ((1, 1), (2, 1), (33, 1), (33, 5), (33, 33), (60, 70))
 """(n, k): fewer elements than ranks, one entry, all of them, and more than there are."""
 CODED_SHAPES = ((2, 1), (33, 5))
-"""On wires of fewer bytes."""
+"""Sizes tried on wires of fewer bytes."""
 CALLS = 3
 
 

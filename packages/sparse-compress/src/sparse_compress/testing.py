@@ -38,7 +38,7 @@ def check_compressor_laws(make: Callable[[int], Compressor]) -> None:
 
 
 def _check_sent(compressor: Compressor, x: Tensor) -> None:
-    """At most `entries` elements of the tensor, in order, with values that leave less of it than sending none would."""
+    """Checks that at most `entries` elements came, in order, with values that leave less than sending none would."""
     before, most, whose = x.clone(), compressor.entries(x.numel()), f"{compressor} of {x.numel()} elements"
     sparse = compressor(x)
     assert torch.equal(x, before), f"{whose}: the tensor was changed"

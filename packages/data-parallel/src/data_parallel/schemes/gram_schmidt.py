@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 DEPENDENT = 1e-12
-"""What is left of a column that depends on the earlier ones, of its length: it becomes zeros."""
+"""Share of its length that is left of a column that depends on the earlier ones: it becomes zeros."""
 
 
 def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:

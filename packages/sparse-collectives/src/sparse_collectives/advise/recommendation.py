@@ -17,7 +17,7 @@ OPTIMIZERS = {
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""
 AS_FAST = 1.05
-"""Of steps that are as fast as the fastest, within this factor, the one that sends most of the gradient is taken."""
+"""Factor within which steps are as fast as the fastest; of these, the one that sends most of the gradient is taken."""
 WELL, UNKNOWN, BADLY = range(3)
 """How an exchange is known to learn, best first."""
 

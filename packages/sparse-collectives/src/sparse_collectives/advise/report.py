@@ -21,7 +21,7 @@ from sparse_collectives.prediction.plain_table import amount, milliseconds, tabl
 
 GIGABITS = tuple(0.05 * 2**i for i in range(14))
 RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)
-"""What the picture is drawn over."""
+"""Axis of the picture."""
 BUSY = 0.1
 """A share of the time from which on it is said: by as much are times too long."""
 TIMES = ("select ms", "network ms", "merge ms", "later ms", "mean ms")

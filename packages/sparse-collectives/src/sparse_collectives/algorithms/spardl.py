@@ -133,7 +133,12 @@ class SparDL(Algorithm):
         of B entries, with headers; B-SAG: (d − 1)·h entries in ⌈log d⌉ messages.
 
         Args:
-            state: That before the call.
+            rank: This rank.
+            size: P.
+            k: The most entries that a rank contributes.
+            numel: n.
+            dtype: Of the gradient.
+            state: As it is before the call.
         """
         state, wire, ranks = self.initial_state() if state is None else state, self.wire, size // self.teams
         team, position = divmod(rank, ranks)

@@ -25,7 +25,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "oktopk": OkTopk(),
     "spardl": SparDL(),
 }
-"""By name. A new one is its own file and one line here; tests, benchmarks, `auto` and `advise` take it from it."""
+"""Algorithms by name. A new one is its own file and one line here; tests, benchmarks, `auto` and `advise` take it from it."""
 
 AUTO = "auto"
 """No algorithm: takes one of them."""

@@ -30,7 +30,7 @@ EXACT_RANKS = 64
 """Up to so many every rank is looked at. An expression of one rank takes O(P): of 1,000, in all variants, minutes."""
 
 BACKWARD_SHARE = 2 / 3
-"""Of forward and backward together: backward multiplies twice where forward does once."""
+"""Share of backward in forward and backward together: backward multiplies twice where forward does once."""
 
 
 class Handling(NamedTuple):
