@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from data_parallel.exchange import Exchange
 
 LOOKS = 100
-"""Number of first steps whose backwards are watched in ahead(): a regulariser may have a backward at every 16th only."""
+"""First steps whose backwards are watched in ahead(): a regulariser may have a backward at every 16th only."""
 LATE = (
     "the gradients of this step were made without what waits in the residuals: at a density of {density:g} an update "
     "waits about {wait:,.0f} steps, and until then each gradient asks for it again, so training is slower, or worse. "

@@ -25,7 +25,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "oktopk": OkTopk(),
     "spardl": SparDL(),
 }
-"""Algorithms by name. A new one is its own file and one line here; tests, benchmarks, `auto` and `advise` take it from it."""
+"""Algorithms by name. A new one is its own file and one line here, from which tests, `auto` and `advise` take it."""
 
 AUTO = "auto"
 """No algorithm: takes one of them."""
