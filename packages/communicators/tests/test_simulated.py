@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from communicators import (
@@ -19,6 +22,7 @@ from communicators import (
     start,
     testing,
 )
+from communicators.simulated.ranks import RankThread
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -381,3 +385,19 @@ def test_long_runs_keep_no_results():
 def test_wrong_worlds(wrong):
     with pytest.raises(ValueError, match=r"needs|names"):
         wrong()
+
+
+def test_no_thread_of_a_rank_is_left_when_a_run_is_over(monkeypatch):
+    live = RankThread._live
+
+    def dawdles(self, body):
+        live(self, body)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(RankThread, "_live", dawdles)
+    before = threading.active_count()
+    SimulatedWorld(3).run(lambda comm: allreduce(torch.ones(3), comm))
+    assert threading.active_count() == before
+    with pytest.raises(CollectiveError, match="deadlock"):
+        SimulatedWorld(3).run(lambda comm: comm.rank or allreduce(torch.ones(3), comm))
+    assert threading.active_count() == before

@@ -49,7 +49,8 @@ class RankThread(Generic[T]):
         self._turn, self._back = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._back.acquire()
-        threading.Thread(target=self._live, args=(body,), daemon=True).start()
+        self._thread = threading.Thread(target=self._live, args=(body,), daemon=True)
+        self._thread.start()
 
     def resume(self) -> None:
         """Called by the loop: lets the rank run until it gives the baton back or ends."""
@@ -68,9 +69,10 @@ class RankThread(Generic[T]):
             raise Killed
 
     def kill(self) -> None:
-        """Called by the loop: ends the thread if it has not ended by itself."""
+        """Called by the loop: ends the thread if it has not ended by itself, and waits until nothing is left of it."""
         self.dead = True
         self.resume()
+        self._thread.join()  # amid its end it would hold tensors while the process ends
 
     def _live(self, body: Callable[[], T]) -> None:
         self._turn.acquire()
