@@ -1,7 +1,9 @@
 """The laws of a dense compressor, for tests of one's own.
 
-def test_laws():
-    check_dense_laws(lambda: Rounded(per_unit=2), atol=0)
+    def test_laws():
+        check_dense_laws(lambda: Rounded(per_unit=2), atol=0)
+
+trains with it in simulated worlds.
 """
 
 from __future__ import annotations
