@@ -22,7 +22,7 @@ POLL_SECONDS = 0.02
 FAILURE_SECONDS = 10.0
 """Time that the others get after one rank has failed: long enough to say why they fail too."""
 
-TERMINATION_SECONDS = 2.0
+TERMINATION_SECONDS = 5.0
 
 
 class Launcher:
