@@ -18,6 +18,8 @@ BENCHMARKS = {
     "convergence": "bench.convergence.command:main",
     "demo": "bench.demo:main",
     "eager": "bench.eager:main",
+    "elastic": "bench.elastic:main",
+    "elastic-learning": "bench.elastic_learning:main",
     "input": "bench.input:main",
     "learning": "bench.learning:main",
     "local-sgd": "bench.local_sgd:main",

@@ -1,6 +1,7 @@
 """The share of its ideal throughput that a cluster keeps, where ranks hang, are slow for a while, and die.
 
-    python -m bench cluster [--ranks P] [--hours H] [--seeds N] [--full] [--output DIR]
+    python -m bench cluster [--ranks P] [--hours H] [--seeds N] [--elastic-hours H] [--elastic-seeds N] [--full]
+        [--output DIR]
 
 By a virtual clock, seconds that are drawn, and the rules of partial rounds alone: 256 ranks, steps of
 5 s, of which 2 % take longer by 2.5 s in the mean; a rank is slow for an hour every 100 hours, and dies every 1,000
@@ -11,63 +12,27 @@ as long as a round's collective takes. Nothing of this tells how well is learnt:
 
 What is modelled, round by round: when each rank arrives, who coordinates, when the quorum is there, how long grace
 lasts, who must be waited for, what late ranks contribute (`partial_collectives.protocol.rules`); ranks that hang, are
-slow for a while, die and come back. What is not: messages (a round's collective takes `round_seconds`), learning.
+slow for a while, die and come back. What is not: messages (a round's collective takes `Costs.round`), learning.
+
+The last row is no model of a way, but `DiLoCo` over an `Elastic` as it is, on simulated ranks that exchange messages,
+with the same troubles and costs; it exchanges every 500 steps, and checkpoints as "shrink" do: see
+`bench.elastic_cluster`. An hour of 256 ranks takes about 15 s, so that it has hours and seeds of its own: 3 hours by
+default, and with --full a day by three seeds.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from partial_collectives.protocol.rules import Rules
 
+from bench.elastic_cluster import ElasticCluster
 from bench.record import asked, parser_of, record
-
-Times = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Troubles:
-    """The distributions, in seconds.
-
-    step: of computing, times exp(N(0, jitter²)). hang_share: of the steps that take longer, by an exponential of mean
-    `hang`. slow_every, slow_for: means of exponentials, after which a rank computes `slow` times as long, and for how
-    long. death_every: mean of an exponential, of each rank; repair: until it, or another in its place, is there again.
-    """
-
-    step: float = 5.0
-    jitter: float = 0.05
-    hang_share: float = 0.02
-    hang: float = 2.5
-    slow: float = 1.5
-    slow_every: float = 100 * 3600.0
-    slow_for: float = 3600.0
-    death_every: float = 1000 * 3600.0
-    repair: float = 900.0
-
-
-@dataclass(frozen=True)
-class Costs:
-    """In seconds. round: of a collective. checkpoint: for all ranks to write one. notice: until all know of a death.
-
-    restart: of the whole job, from its last checkpoint on. seldom: between checkpoints that no death goes back to.
-    """
-
-    round: float = 0.1
-    checkpoint: float = 60.0
-    notice: float = 30.0
-    restart: float = 600.0
-    seldom: float = 3600.0
-
-    def interval(self, cluster_death_every: float) -> float:
-        """Between checkpoints that each death goes back to: Young's √(2·C·M)."""
-        return math.sqrt(2 * self.checkpoint * cluster_death_every)
+from bench.troubles import Costs, Flags, Times, Troubles, steps_of
 
 
 class Ranks:
@@ -149,27 +114,6 @@ def one_round(
     return end, contributes
 
 
-def steps_of(
-    troubles: Troubles, size: int, draw: np.random.Generator, clock: Callable[[], float]
-) -> Callable[[Flags], Times]:
-    """What draws the seconds of a step of some ranks, beginning about now."""
-    slow_from = draw.exponential(troubles.slow_every, size)
-    slow_to = slow_from + draw.exponential(troubles.slow_for, size)
-
-    def seconds(who: Flags) -> Times:
-        now, count = clock(), int(who.sum())
-        step: Times = troubles.step * np.exp(troubles.jitter * draw.standard_normal(count))
-        slow = (slow_from <= now) & (now < slow_to)
-        over = now >= slow_to
-        if over.any():
-            slow_from[over] = now + draw.exponential(troubles.slow_every, int(over.sum()))
-            slow_to[over] = slow_from[over] + draw.exponential(troubles.slow_for, int(over.sum()))
-        hangs: Times = (draw.random(count) < troubles.hang_share) * draw.exponential(troubles.hang, count)
-        return step * np.where(slow[who], troubles.slow, 1.0) + hangs
-
-    return seconds
-
-
 @dataclass
 class Cluster:
     """A run of so many ranks. shrinks: after a death the others go on, and who was repaired comes back; else all
@@ -179,8 +123,8 @@ class Cluster:
     rules: Rules
     grace: float = 0.0
     shrinks: bool = False
-    troubles: Troubles = Troubles()
-    costs: Costs = Costs()
+    troubles: Troubles = field(default_factory=Troubles)
+    costs: Costs = field(default_factory=Costs)
 
     def shares(self, hours: float, seed: int) -> tuple[float, float]:
         """(gradients that were kept, of those of ranks that never wait, are late or die; contributors of a round)."""
@@ -220,18 +164,34 @@ AGAINST = "ranks that never wait, are late or die"
 
 def main(argv: Sequence[str] = ()) -> int:
     """Prints the table; returns the exit status."""
-    parser = parser_of("cluster", __doc__, full="ten times as many hours")
+    parser = parser_of("cluster", __doc__, full="ten times as many hours; a day by Elastic itself")
     parser.add_argument("--ranks", type=int, default=256, help="default 256")
     parser.add_argument("--hours", type=float, help="of the virtual clock; default 24, with --full 240")
     parser.add_argument("--seeds", type=int, default=3, help="default 3")
-    options = asked(parser, argv, hours=(24.0, 240.0))
+    parser.add_argument("--elastic-hours", type=float, help="of the last row; default 3, with --full 24; 0: without it")
+    parser.add_argument("--elastic-seeds", type=int, help="of the last row; default 1, with --full 3")
+    options = asked(parser, argv, hours=(24.0, 240.0), elastic_hours=(3.0, 24.0), elastic_seeds=(1, 3))
     rows: list[dict[str, Any]] = []
-    for how, cluster in ways(options.ranks).items():
-        shares, brought = zip(*(cluster.shares(options.hours, seed) for seed in range(options.seeds)), strict=True)
-        row = {"how": how, "share": statistics.median(shares), "least": min(shares), "most": max(shares)}
+    runs: list[tuple[str, Cluster | ElasticCluster, float, int]]
+    runs = [(how, cluster, options.hours, options.seeds) for how, cluster in ways(options.ranks).items()]
+    if options.elastic_hours:
+        elastic = ElasticCluster(options.ranks)
+        runs.append((elastic.how, elastic, options.elastic_hours, options.elastic_seeds))
+    for how, cluster, hours, seeds in runs:
+        shares, brought = zip(*(cluster.shares(hours, seed) for seed in range(seeds)), strict=True)
+        row = {
+            "how": how,
+            "hours": hours,
+            "share": statistics.median(shares),
+            "least": min(shares),
+            "most": max(shares),
+        }
         rows.append({**row, "share_samples": list(shares), "contributors": statistics.median(brought)})
         spread = f"{row['share']:.1%} [{row['least']:.1%}, {row['most']:.1%}]"
-        print(f"{how:>25}: {spread} of the throughput, {statistics.median(brought):.1%} in a round", flush=True)
+        print(
+            f"{how:>25}: {spread} of the throughput, {statistics.median(brought):.1%} in a round, {hours:g} hours",
+            flush=True,
+        )
     record(options, rows, labels=("how",), values=("share", "contributors"), against=AGAINST)
     return 0
 

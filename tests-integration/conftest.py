@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -86,14 +87,25 @@ def forked(forking, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def processes(forked):
+def free_port():
+    """free_port() -> one below those that the kernel gives to connections: none takes it until a rank listens there."""
+
+    def find():
+        while True:
+            with socket.socket() as free, contextlib.suppress(OSError):
+                port = random.SystemRandom().randrange(20000, 30000)
+                free.bind(("127.0.0.1", port))
+                return port
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def processes(forked, free_port):
     """processes(n, *command) -> a CompletedProcess for each rank; env:// finds the others."""
 
     def launch(n, *command, timeout=100):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n)}
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(n)}
         return forked(command, [{**world, "RANK": str(rank)} for rank in range(n)], timeout, os.getcwd())
 
     return launch

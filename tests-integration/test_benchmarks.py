@@ -26,9 +26,11 @@ from bench.cluster import Ranks, one_round
 from bench.convergence.curves import points
 from bench.convergence.training import trained
 from bench.convergence.ways import Run
+from bench.elastic_cluster import ElasticCluster
 from bench.learning import TASKS, asking
 from bench.record import QUICK, RESULTS, asked, commit, parser_of, record, with_quantiles
 from bench.scaling import gtopk_link
+from bench.troubles import Troubles
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "bits"])  # which compares, and records nothing
@@ -159,6 +161,22 @@ def test_the_clusters_model_has_the_rounds_of_the_real_protocol(size, quorum, ma
         now, contributes = one_round(ranks, rules, number, now, grace=grace, seconds=1e-6)
         found[number] = tuple(np.flatnonzero(contributes).tolist())
     assert found == {number: outcomes[0][0][number] for number in range(until)}
+
+
+def test_an_elastic_cluster_without_troubles_loses_its_exchanges_alone():
+    calm = Troubles(jitter=0.0, hang_share=0.0, slow_every=1e12, death_every=1e12)
+    share, ranks = ElasticCluster(3, every=100, troubles=calm).shares(0.5, seed=0)
+    assert ranks == 1.0
+    assert share == pytest.approx(500 / 500.1 * (1 - 1 / 1800), abs=1e-4)  # who comes looks for the others every second
+
+
+def test_an_elastic_cluster_goes_on_without_its_dead_and_takes_in_the_repaired():
+    deadly = Troubles(slow_every=1e12, death_every=3600.0, repair=300.0)
+    day = ElasticCluster(6, every=100, troubles=deadly).day(1.5, seed=0)
+    assert day.deaths > 3
+    assert day.joined > 3
+    assert 2 <= min(day.ranks.values()) < max(day.ranks.values()) <= 6
+    assert day.given == 100 * day.ranks.total()
 
 
 def test_a_curve_has_the_bytes_that_were_sent_until_then():

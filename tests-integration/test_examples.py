@@ -76,6 +76,13 @@ def test_ranks_that_meet_seldom(processes, name):
     assert percent(said)[0] > 88
 
 
+def test_a_rank_is_killed_and_another_one_joins(forked, tmp_path):
+    said = output(forked([EXAMPLES / "elastic_digits.py"], [{}], 150, tmp_path))
+    assert re.search(r"3 ranks at the end, generation [2-9]", said)
+    assert percent(said)[0] > 88
+    assert "exit statuses [0, -9, 0, 0]" in said
+
+
 @pytest.mark.parametrize(
     ("name", "lines", "least"),
     [("own_compressor.py", 9, 20), ("own_dense_compressor.py", 2, 80), ("sparse_vectors.py", 9, None)],

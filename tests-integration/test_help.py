@@ -12,7 +12,13 @@ from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.command_line.parser import parser_of
 
 APPS = {app.module: app for app in (CIFAR, DEEPSPEECH, TEXT)}
-LATER = {"--milestones", "--output", "--checkpoint-every", "--compressor"}  # whose default hangs on other flags
+LATER = {
+    "--milestones",
+    "--output",
+    "--checkpoint-every",
+    "--compressor",
+    "--at-least",
+}  # whose default hangs on other flags
 
 
 def said(app: App) -> dict[str, tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 
@@ -83,13 +82,10 @@ print("all of them")
 """
 
 
-def test_gloo_by_every_way_to_make_a_process_group(processes, tmp_path):
+def test_gloo_by_every_way_to_make_a_process_group(processes, free_port, tmp_path):
     script = tmp_path / "inits.py"
     script.write_text(EVERY_INIT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for done in processes(2, script, tmp_path, port, timeout=60):
+    for done in processes(2, script, tmp_path, free_port(), timeout=60):
         assert (done.returncode, done.stdout) == (0, "all of them\n"), done.stderr
 
 
@@ -317,11 +313,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.mpi
-def test_dense_collectives_take_the_groups_themselves(mpiexec, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_dense_collectives_take_the_groups_themselves(mpiexec, free_port, tmp_path):
     script = tmp_path / "raw.py"
-    script.write_text(RAW_GROUPS.replace("ADDRESS", repr(f"tcp://127.0.0.1:{port}")))
+    script.write_text(RAW_GROUPS.replace("ADDRESS", repr(f"tcp://127.0.0.1:{free_port()}")))
     launch = mpiexec(2, script, timeout=60)
     assert launch.returncode == 0, launch.stderr

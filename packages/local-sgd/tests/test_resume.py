@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from communicators import CollectiveError, SimulatedWorld
-from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
+from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo, periodic
+from local_sgd.parts import digest
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -274,6 +275,23 @@ def test_rank_0s_model_for_everybody_is_noticed(quadratic, saved, algorithm):
                 optimizer.step()
 
     SimulatedWorld(2).run(body)
+
+
+def test_a_step_hashes_the_parameters_only_after_a_state_was_loaded(quadratic, algorithm, monkeypatch):
+    """That would take longer than the step of a large model."""
+    hashed = []
+    monkeypatch.setattr(periodic, "digest", lambda named: hashed.append(digest(named)) or hashed[-1])
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm)
+        train(task, optimizer, range(4))
+        assert hashed == []
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(task, optimizer, range(4, 8))
+        return len(hashed)
+
+    assert SimulatedWorld(1).run(body) == [1]
 
 
 def test_a_plain_checkpoint_of_the_model_goes_in_and_out(quadratic, saved, algorithm):

@@ -149,7 +149,7 @@ def heed_interrupts():
 )
 def test_nothing_is_left_of_an_ended_run(number, status, launch, tmp_path):
     """A line tells of Ctrl-C; the ranks get SIGTERM. SIGKILL leaves something: it is what `sweep` is for."""
-    (tmp_path / "rank.sh").write_text("trap 'touch $0.$$; exit 1' TERM; echo $$; sleep 60 & wait")
+    (tmp_path / "rank.sh").write_text("trap 'touch $0.$$; exit 1' TERM; echo $$; while true; do sleep 60 & wait; done")
     words = [sys.executable, "-m", "slow_link", *launch, "sh", str(tmp_path / "rank.sh")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, preexec_fn=heed_interrupts, **pipes) as run:

@@ -20,10 +20,12 @@ from thinwire_trainer.errors import GO_ON, AgreedError, RunError, told
 
 
 def gather_texts(text: str, comm: Communicator) -> list[str]:
-    """Every rank's text, in rank order."""
+    """Every rank's text, in rank order. A newcomer to an elastic group gets its own: the others are training."""
+    if comm.joining:
+        return [text]
     content = text.encode(errors="backslashreplace") + b"\n"  # a buffer may not be empty
     encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return [bytes(received.tolist()).decode()[:-1] for received in allgather(encoded, comm)]
+    return [bytes(received.tolist()).decode()[:-1] for received in comm.atomic(lambda: allgather(encoded, comm))]
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def all_or_none(comm: Communicator, *, advice: str = GO_ON) -> Iterator[None]:
     reasons = gather_texts(reason, comm)
     failed = [rank for rank, text in enumerate(reasons) if text]
     if failed:
-        where = "" if len(failed) == comm.size else f" (on rank {', '.join(map(str, failed))} of {comm.size})"
+        where = "" if len(failed) == len(reasons) else f" (on rank {', '.join(map(str, failed))} of {comm.size})"
         raise AgreedError(reasons[failed[0]] + where)
 
 
@@ -67,10 +69,28 @@ class ControlCommunicator(Communicator):
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
+        self._comm, self.elastic, self.joining = comm, comm.elastic, comm.joining
         self._timeout = comm.timeout
         self._over, self._started = 0, list[Work[Any]]()
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """This rank's place, which changes in an elastic group."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Number of ranks, which changes in an elastic group."""
+        return self._comm.size
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of payloads."""
+        return self._comm.device
+
+    def atomic(self, exchange: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
+        """Result of an exchange that all survivors of a death take, or none (`Communicator.atomic`)."""
+        return self._comm.atomic(exchange, undo)
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -90,7 +110,8 @@ class ControlCommunicator(Communicator):
     def settle(self) -> None:
         """Waits for what was started, so that both sides have counted it: where it is just being sent, one has."""
         for work in self._started:
-            work.wait()
+            if work.ended is None:  # else a rank may have died in it
+                work.wait()
 
     def clock(self) -> float:
         """Seconds by the communicator's clock."""

@@ -5,6 +5,7 @@ and the rest of the command line, on one process, that returns an exit code. For
 `thinwire_trainer.command_line.parser.Parser`, and for the model `trainer.trained`.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
-from thinwire_trainer.errors import RunError, UsageError, told
+from thinwire_trainer.errors import AgreedError, RunError, UsageError, told
 from thinwire_trainer.launching.ending import StopRequest, complain
 from thinwire_trainer.launching.placement import Placement, first_complaint, joined, placement
 from thinwire_trainer.launching.workers import WRONG_USAGE, Job, run_job
@@ -67,12 +68,27 @@ def _function(name: str) -> Callable[[App, Sequence[str]], int]:
 
 def _train(app: App, options: "Options", place: Placement, request: StopRequest) -> None:
     """One rank's run."""
+    from communicators import CollectiveError, LeftOutError
+
     from thinwire_trainer.launching.device import own_device
     from thinwire_trainer.run import run
 
     device = own_device(place.local_rank, "cuda" if options.backend == "nccl" else options.device)
-    with joined(place, options.backend) as comm:
-        run(app, options, comm, device=device, request=request)
+    if options.elastic is None:
+        with joined(place, options.backend) as comm:
+            run(app, options, comm, device=device, request=request)
+        return
+    logging.basicConfig(format=f"{app.module}: %(message)s")  # who comes and goes
+    try:
+        with joined(place, elastic=options.elastic, at_least=options.at_least) as comm:
+            run(app, options, comm, device=device)
+    except LeftOutError as error:
+        raise RunError(
+            "the others have gone on without this rank, which was stopped, or cut off from them: start it again, by "
+            "the same command, to join them anew"
+        ) from error
+    except (AgreedError, CollectiveError) as error:  # said on each of them: they have no terminal in common
+        raise RunError(str(error)) from error
 
 
 def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
@@ -82,6 +98,8 @@ def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
         options = parse(argv, app, world_size=place.size if place.launcher else None)
         if options.backend == "nccl" and place.launcher != "torchrun":
             raise RunError("--backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out")
+        if options.elastic is not None:
+            _check_meeting(options.elastic, place)
         if options.device == "cuda" or options.backend == "nccl":
             from thinwire_trainer.launching.device import insist_on_gpu  # brings torch
 
@@ -92,3 +110,16 @@ def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
     if options is None or complaint:
         raise RunError(complaint)
     return options
+
+
+def _check_meeting(elastic: str, place: Placement) -> None:
+    if place.uses_mpi:
+        raise RunError(
+            f"--elastic under {place.launcher}: MPI ends all ranks when one dies, and starts none later; start every "
+            f"rank by itself, or with torchrun"
+        )
+    if not elastic and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise RunError(
+            "--elastic without an address is for torchrun: run `python -m communicators.elastic` on one machine, apart "
+            "from all ranks, and give --elastic HOST:29400"
+        )

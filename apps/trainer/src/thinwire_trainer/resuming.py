@@ -63,7 +63,8 @@ def resume(
         manifest = _same_run(chosen, options, comm.size)
         if comm.rank == 0:
             folder.require_kept(kept)
-        read = _shared_out if options.residuals else _own
+        resizes = options.residuals if options.elastic is None else len(manifest.files) != comm.size
+        read = _shared_out if resizes else _own
         state = read(chosen, manifest, replica, options, comm, steps_of)
         if comm.rank == 0:
             folder.metrics.check(manifest.metrics_nbytes, manifest.metrics_sha256)
@@ -79,7 +80,8 @@ def resume(
 
 def _same_run(chosen: Path, options: Options, ranks: int) -> Manifest:
     manifest = Manifest.read(chosen)
-    _check_world(len(manifest.files), ranks, options.residuals)
+    if options.elastic is None:
+        _check_world(len(manifest.files), ranks, options.residuals)
     if changed := options.changed(manifest.settings):
         listed = "; ".join(
             f"--{name.replace('_', '-')} {then!s:.40} then, {now} now" for name, (then, now) in changed.items()

@@ -2,15 +2,23 @@
 
 import json
 import platform
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from communicators import Communicator
+from communicators import Communicator, Elastic
 
-from thinwire_trainer.agreement import AgreedStop, ControlCommunicator, Meter, all_or_none, require_same
+from thinwire_trainer.agreement import (
+    AgreedStop,
+    ControlCommunicator,
+    Meter,
+    all_or_none,
+    gather_texts,
+    require_same,
+)
 from thinwire_trainer.app import App, Carries, Keeps, LeavesOut, Task
 from thinwire_trainer.command_line.flags import table_of
 from thinwire_trainer.command_line.options import Options
@@ -26,7 +34,16 @@ from thinwire_trainer.resuming import resume
 from thinwire_trainer.synchronisers.automatic import settled
 from thinwire_trainer.synchronisers.synchroniser import Rates, Synchroniser
 from thinwire_trainer.synchronisers.table import AUTO
-from thinwire_trainer.training.batches import AUGMENT, DROPOUT, agreed_steps, batches_of, derived_seed, steps_of
+from thinwire_trainer.training.batches import (
+    AUGMENT,
+    DROPOUT,
+    agreed_steps,
+    batches_of,
+    derived_seed,
+    steps_dealt,
+    steps_of,
+)
+from thinwire_trainer.training.elastic import Course, train_elastic
 from thinwire_trainer.training.learning_rate import rate_schedule
 from thinwire_trainer.training.loop import Training, train
 from thinwire_trainer.training.phases import Phases, stopwatch_of
@@ -34,6 +51,7 @@ from thinwire_trainer.training.preparation import autocast, compile_forward, mak
 from thinwire_trainer.training.replica import Replica, schema_of
 
 CPU = torch.device("cpu")
+Trains = Callable[[Training], None]
 
 
 def run(
@@ -50,22 +68,25 @@ def run(
     request: how signals reach the loop; of all ranks, or of none.
     AgreedError where a user can mend what is wrong; Stopped, on all ranks, where a signal asked for the end.
     """
+    early = _built(app, options, device) if comm.elastic else None  # others would wait for who comes in with nothing
     aside, choice = ControlCommunicator(comm), ""
     require_same(options.alike(), aside)
-    torch.manual_seed(options.seed)  # the model starts alike on all ranks
+    trains: Trains = train
+    if isinstance(comm, Elastic):
+        if not any(gather_texts("there" * RunFolder(options.output).config.exists(), aside)):
+            options = replace(options, resume=None)  # so one command begins, and goes on after all have died
+        comm.carry(course := Course(options))
+        trains = partial(train_elastic, world=comm, course=course)
     with all_or_none(aside):
-        task = app.build(options, device)
-        make_dense(task.model)
-        compile_forward(task.model, options, device)
-        casting = autocast(options, device)
+        task, casting = early or _built(app, options, device)
     if options.algorithm == AUTO:
         options, choice = settled(options, task.model, comm, table_of(app))
-    steps = agreed_steps(batches_of(task), options, aside)
+    steps = steps_dealt(task, options) if comm.elastic else agreed_steps(batches_of(task), options, aside)
     make = table_of(app)[options.algorithm].make
     with closing(make(options, task.model, comm, _rates(options, steps))) as synchroniser:
         meter = Meter(comm, aside)
         with all_or_none(aside):
-            replica = _replica(task, synchroniser, meter, options, comm.rank)
+            replica = _replica(task, synchroniser, meter, options, comm)
         training = Training(
             task=task,
             replica=replica,
@@ -80,17 +101,26 @@ def run(
             phases=Phases(stopwatch_of(device)),
             autocast=casting,
         )
-        _in_its_folder(app, training, request, device, choice)
+        _in_its_folder(app, training, trains, request, device, choice)
+
+
+def _built(app: App, options: Options, device: torch.device) -> tuple[Task, AbstractContextManager[object]]:
+    """The task, and the context of its forward."""
+    torch.manual_seed(options.seed)  # the model starts alike on all ranks
+    task = app.build(options, device)
+    make_dense(task.model)
+    compile_forward(task.model, options, device)
+    return task, autocast(options, device)
 
 
 def _in_its_folder(
-    app: App, training: Training, request: StopRequest | None, device: torch.device, choice: str
+    app: App, training: Training, trains: Trains, request: StopRequest | None, device: torch.device, choice: str
 ) -> None:
     """The run, once there is a place for it. choice: the algorithm and why, where it was measured."""
     options, comm, advice = training.options, training.comm, _advice(training.options)
     with all_or_none(comm, advice=advice):
-        if comm.rank == 0:
-            training.folder.prepare(resume=options.resume is not None)
+        if comm.rank == 0 or comm.joining:
+            training.folder.prepare(resume=options.resume is not None or comm.joining)
     with training.progress, locked(options.output, comm, advice=advice):
         _begin(app, training, device, choice)
         chosen = f"{choice} (when the run began)" if choice and options.resume else choice
@@ -101,8 +131,8 @@ def _in_its_folder(
             with all_or_none(comm):
                 if options.tensorboard and comm.rank == 0:
                     training.events = Events(training.folder.events, first_step=training.steps)
-            train(training)
-        _end(training)
+            trains(training)
+        comm.atomic(partial(_end, training))
 
 
 @contextmanager
@@ -147,9 +177,10 @@ def _rates(options: Options, steps: int) -> Rates:
     )
 
 
-def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Options, rank: int) -> Replica:
-    torch.manual_seed(derived_seed(options.seed, DROPOUT, rank))
-    generator = torch.Generator().manual_seed(derived_seed(options.seed, AUGMENT, rank))
+def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Options, comm: Communicator) -> Replica:
+    place = comm.rank + ((comm.generation - 1) << 20)  # a newcomer has random numbers of its own
+    torch.manual_seed(derived_seed(options.seed, DROPOUT, place))
+    generator = torch.Generator().manual_seed(derived_seed(options.seed, AUGMENT, place))
     carries = task if isinstance(task, Carries) else None
     template = schema_of(carries.state_dict()) if carries else {}
     return Replica(task.model, synchroniser, generator, meter, carries, template)
@@ -164,10 +195,12 @@ def _begin(app: App, training: Training, device: torch.device, choice: str) -> N
         if comm.rank == 0 and options.resume is None:
             config = {"app": app.module} | _config(training, device, choice)
             folder.begin(config, kept=kept, overwrite=options.overwrite)
-    if options.resume is None:
+    if options.resume is None or comm.joining:
         return
     steps = partial(steps_of, batches_of(training.task), options)
-    step = resume(training.replica, folder, options, comm, steps_of=steps, kept=kept)
+    if comm.elastic:
+        steps = partial(lambda per_epoch, size: per_epoch, training.steps_per_epoch)
+    step = comm.atomic(partial(resume, training.replica, folder, options, comm, steps_of=steps, kept=kept))
     none_yet = f"{folder.path} holds no checkpoint yet: starting from the beginning"
     training.note(none_yet if step is None else f"resumed {folder.path} at step {step}")
 

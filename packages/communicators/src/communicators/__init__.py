@@ -5,12 +5,14 @@ from communicators.background.engine import leave
 from communicators.buckets import Bucket, buckets_of
 from communicators.collectives import allgather, allreduce, allreduce_async, barrier, broadcast
 from communicators.communicator import Communicator, Work, run, start
+from communicators.elastic.elastic import Elastic
+from communicators.elastic.membership import LeftOutError
 from communicators.errors import CollectiveError
 from communicators.link import Link, measure_link
 from communicators.origin import as_communicator
 from communicators.schedule import SLOT_BYTES, Elapse, Payload, Received, Round, Schedule
 from communicators.signals import Attempt, Signals
-from communicators.simulated.network import Corrupts, Dies
+from communicators.simulated.network import BoardLost, Corrupts, Dies, LinkLost
 from communicators.simulated.world import SimulatedWorld
 from communicators.stats import Stats
 from communicators.version import __version__
@@ -20,13 +22,17 @@ __all__ = [
     "SLOT_BYTES",
     "Alone",
     "Attempt",
+    "BoardLost",
     "Bucket",
     "CollectiveError",
     "Communicator",
     "Corrupts",
     "Dies",
     "Elapse",
+    "Elastic",
+    "LeftOutError",
     "Link",
+    "LinkLost",
     "Payload",
     "Received",
     "Round",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, Generic, TypeVar
 
@@ -89,6 +89,13 @@ class Communicator(ABC):
         bytes_sent: Bytes that this rank sent in counted rounds so far, by duplicates too.
         messages_sent: Messages that held those bytes.
         outlives_ranks: Whether its signals, and attempts by them, go on where a rank has died. Its calls never do.
+        hasty: Whether a rank that is lost, or does not answer, is gone at once: the others meet again in another group.
+        elastic: Whether its ranks may change, in `atomic` and `Elastic.boundary` alone.
+        generation: Number of the group, which grows whenever the ranks of an elastic one change.
+        joining: Whether this rank has come to a running training, and takes over a state of others.
+        leaving: Whether it leaves an elastic group after the step under way.
+        failure: Reason for which all its calls fail, None while they do not.
+        ended: Ranks that have left, or whose connections are closed, as far as this one knows.
     """
 
     rank: int
@@ -97,6 +104,13 @@ class Communicator(ABC):
     bytes_sent: int = 0
     messages_sent: int = 0
     outlives_ranks: bool = False
+    hasty: bool = False
+    elastic: bool = False
+    generation: int = 1
+    joining: bool = False
+    leaving: bool = False
+    failure: str | None = None
+    ended: Collection[int] = ()
     _timeout = TIMEOUT_SECONDS
 
     @property
@@ -158,6 +172,61 @@ class Communicator(ABC):
         """
         del on_signal
         raise NotImplementedError(f"{type(self).__name__} has no signals")
+
+    def atomic(self, exchange: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
+        """Result of an exchange; an `Elastic` has all survivors of a death take it, or none, and does it again.
+
+        Args:
+            exchange: Makes collective calls over this communicator, on all ranks alike.
+            undo: Takes back what `exchange` has changed.
+        """
+        del undo
+        return exchange()
+
+    def boundary(self, give: Callable[[], Mapping[str, Any]]) -> bool:
+        """Lets ranks of an `Elastic` come and go between two steps; returns whether the group has changed."""
+        del give
+        return False
+
+    def claim(self, owner: Any, *, anew: bool = False) -> None:  # noqa: B027
+        """Notes whose state newcomers to an `Elastic` get.
+
+        Args:
+            owner: The optimizer, whose `admit` is called, too, when the next batch is dealt.
+            anew: Whether it takes the place of an earlier one.
+
+        Raises:
+            ValueError: It is the state of another one, made later.
+        """
+
+    def serve(self, give: Callable[[], Mapping[str, Any]]) -> None:  # noqa: B027 - most have no newcomers
+        """Gives newcomers to an `Elastic` their state, where others have let them in."""
+
+    def catch_up(self) -> None:  # noqa: B027
+        """Goes on in the next generation of an `Elastic`, if others have begun one while this rank computed."""
+
+    def take(self) -> Mapping[str, Any]:
+        """State that another rank of an `Elastic` has given to this one, which is `joining`; once."""
+        raise RuntimeError("this rank is not joining others")
+
+    def aside(self, schedule: Schedule[T], members: Sequence[int], *, facts: str) -> Work[T]:
+        """Starts a schedule among some ranks, in which they count from 0; it fails on its own, and blocks no other.
+
+        Args:
+            schedule: Read once.
+            members: Those ranks; each of them calls it.
+            facts: Its name, which no other one has.
+        """
+        del schedule, members, facts
+        raise NotImplementedError(f"{type(self).__name__} has no calls among some ranks")
+
+    def retire(self) -> None:  # noqa: B027 - most worlds hold nothing
+        """Closes it as soon as what was sent has gone, and waits for nobody."""
+
+    def board(self, name: str) -> Any:
+        """Board on which an `Elastic` of that name meets others, in a world that has one."""
+        del name
+        raise TypeError(f"{type(self).__name__} has no board: the ranks of its world cannot change")
 
     @abstractmethod
     def clock(self) -> float:

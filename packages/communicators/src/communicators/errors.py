@@ -41,6 +41,12 @@ def lost(rank: int) -> str:
     return f"rank {rank} is gone: its connection was lost"
 
 
+def is_loss(reason: str) -> bool:
+    """Whether a reason is that a rank has died, left or not come in time, so that others could go on without it."""
+    losses = " is gone: its connection", " left (", "transport failed"
+    return reason.startswith("timed out") or any(loss in reason for loss in losses)
+
+
 def describe(error: BaseException) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

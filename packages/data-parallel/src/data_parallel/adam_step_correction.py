@@ -64,7 +64,7 @@ class AdamStepCorrection:
 
     def __init__(self, optimizer: Optimizer, comm: Communicator) -> None:
         self._optimizer, self._comm = optimizer, comm
-        self._concerned = comm.size > 1 and isinstance(optimizer, tuple(CORRECTED))
+        self._concerned = (comm.size > 1 or comm.elastic) and isinstance(optimizer, tuple(CORRECTED))
         self._sums = torch.zeros(2, dtype=torch.float64)  # of μ², and of μ² + σ²; alike on all ranks
         self._looks = _no_looks()  # since ranks spoke of them
 

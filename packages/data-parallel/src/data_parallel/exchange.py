@@ -40,6 +40,7 @@ class Exchange:
     what: name in messages of the exchanged tensors.
     cut: a fact, as text: how parameters were cut into buckets, if ranks could differ in that.
     shared: another fact, about this step: values that ranks must share.
+    loaded: another: whether a state was loaded, because residuals that only some ranks have loaded are lost on others.
     unclaimed: error state of no lane, by kind and parameter: that was loaded, or whose bucket has been cut anew.
     selection_seconds: seconds so far on this rank, by the communicator's clock.
     """
@@ -60,8 +61,7 @@ class Exchange:
         self.nonfinite, self.native, self._clip_norm = settings.nonfinite, native, settings.clip_norm
         self._owner = owner if self._clip_norm is None else f"{owner} with clip_norm={self._clip_norm}"
         self._withholds = withholds and bool(scheme.keeps)
-        self.cut = self.shared = ""
-        self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
+        self.cut = self.shared = self.loaded = ""
         self._lanes: dict[int, Lane] = {}  # by first member
         self._open: list[Lane] = []  # those of this step, as they were first used in it
         self.unclaimed: dict[str, dict[str, Tensor]] = {kind: {} for kind in ERROR_STATE}
@@ -99,9 +99,9 @@ class Exchange:
         with tracing.labelled("select"):
             sending = lane.send(flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
-        mean = Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self._loaded}{self.cut}")
+        mean = Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self.loaded}{self.cut}")
         if not self.native or sending.summed is None:
-            mean.work = start(mean.checked(sending.schedule), self.comm, facts=mean.facts, device=bucket.device)
+            mean.start()
         self.tally.add(mean.work or mean, dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
         return mean
 
@@ -140,7 +140,7 @@ class Exchange:
 
     def undo(self) -> None:
         """Ends a step that has failed, and takes back what it can."""
-        if self.nonfinite == "skip":
+        if self.nonfinite == "skip" or self.comm.elastic:
             for lane in reversed(self._open):  # lanes share a compressor's state, which the first saw before the step
                 lane.rollback()
         self._open, self.totals_finite, self.dropped_finite = [], [], []
@@ -177,7 +177,7 @@ class Exchange:
         self.scheme.load_state_dict(state)
         self.unclaimed, self._states, lanes = error_state, states, list(self._lanes.values())
         self._lanes, self._open, self.totals_finite, self.dropped_finite = {}, [], [], []
-        self._loaded = f" with a state of {state['steps']} steps loaded" if "steps" in state else " with a state loaded"
+        self.loaded = f" with a state of {state['steps']} steps loaded" if "steps" in state else " with a state loaded"
         for lane in lanes:
             self.open(lane.bucket)
 
@@ -223,7 +223,7 @@ class Mean:
     """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request.
 
     work: the call that carries it; None: the transport's own sum does, once it is waited for. began, ended, bytes_sent:
-    of that sum, as a `Work` has them.
+    of that sum, as a `Work` has them. lost: error of the start, where a rank of an elastic group had died by then.
     """
 
     exchange: Exchange
@@ -235,9 +235,22 @@ class Mean:
     ended: float | None = None
     bytes_sent: int = 0
     mean: Tensor | None = None
+    lost: CollectiveError | None = None
+
+    def start(self) -> None:
+        """Starts the call. An elastic group's failure is an error of `wait`: backward, which starts it, goes on."""
+        comm, checked = self.exchange.comm, self.checked(self.sending.schedule)
+        try:
+            self.work = start(checked, comm, facts=self.facts, device=self.lane.bucket.device)
+        except CollectiveError as error:
+            if not comm.elastic:
+                raise
+            self.lost = error
 
     def wait(self) -> Tensor:
         """The mean. Raises the CollectiveError of the call, or of what is not finite."""
+        if self.lost is not None:
+            raise self.lost
         if self.mean is None:
             exchange = self.exchange
             result, error = self._summed() if self.work is None else self.work.wait()
@@ -332,13 +345,25 @@ class Means:
         for position, flat in parts.items():
             self._started[position] = self._exchange.start(self.buckets[position], flat)
 
-    def after(self, start: Callable[[], None]) -> list[Tensor]:
-        """Calls `start`, which starts the remaining buckets, and ends the step; returns the means by bucket."""
-        try:
+    def after(self, start: Callable[[], None], undo: Callable[[], object] = lambda: None) -> list[Tensor]:
+        """Calls `start`, which starts the remaining buckets, and ends the step; returns the means by bucket.
+
+        Where a rank of an elastic group dies, lanes are rolled back, and `start` is called again: it starts all buckets
+        then. undo: takes back what else `start` has changed.
+        """
+
+        def exchanged() -> list[Tensor]:
             start()
             self._exchange.tally.waiting_since = self._exchange.comm.clock()
             started, self._started = self._started, {}
-            means = wait_for_all(started[position] for position in sorted(started))
+            return wait_for_all(started[position] for position in sorted(started))
+
+        def take_back() -> None:
+            self._exchange.undo()
+            undo()
+
+        try:
+            means = self._exchange.comm.atomic(exchanged, take_back)
             self.stands = self._exchange.commit_or_rollback()
         except Exception:
             self._exchange.undo()

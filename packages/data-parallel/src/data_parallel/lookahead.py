@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -49,10 +49,10 @@ NONE = (
 class ErrorLookahead:
     """Moves parameters by this rank's residuals of updates, and back; knows whether gradients were computed there.
 
-    exchange: has the residuals. share: a. Memory: a copy of the parameters while they are ahead.
+    exchange: has the residuals. share: gives a. Memory: a copy of the parameters while they are ahead.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], exchange: Exchange, *, share: float) -> None:
+    def __init__(self, named: Mapping[str, Tensor], exchange: Exchange, share: Callable[[], float]) -> None:
         self._names, self._parameters = list(named), list(named.values())
         self._exchange, self._share = exchange, share
         self.now = False
@@ -84,10 +84,11 @@ class ErrorLookahead:
             self._told = True
             warnings.warn(NONE, stacklevel=3)
 
-    def for_step(self, density: float) -> AbstractContextManager[None]:
-        """Context for the wrapped optimizer's step: parameters are where gradients were computed, for weight decay.
+    def for_step(self, density: float) -> Callable[[], AbstractContextManager[None]]:
+        """Makes the context for the wrapped optimizer's step, each time that it is called.
 
-        Warns once if these lack the residuals. density: that of the steps to come.
+        Parameters are where gradients were computed in it, for weight decay. Warns once if these lack the residuals.
+        density: that of the steps to come.
         """
         used, self._used = self._used, False
         outside, self._outside = any(self._holds(member) for member in self._outside), set()
@@ -98,7 +99,7 @@ class ErrorLookahead:
             self._unwatch()
         if warns:
             warnings.warn(BOTH if used else LATE.format(density=density, wait=1 / density), stacklevel=5)
-        return self._moved() if used else nullcontext()
+        return self._moved if used else nullcontext
 
     def adds(self, member: int) -> None:
         """Notes that a backward reaches this parameter; a gradient that was discarded no longer counts."""
@@ -132,11 +133,11 @@ class ErrorLookahead:
     @contextmanager
     def _moved(self) -> Iterator[None]:
         shared = [p.detach().clone() for p in self._parameters]
-        residuals = self._exchange.error_state()["residuals"]
+        residuals, share = self._exchange.error_state()["residuals"], self._share()
         with torch.no_grad():
             for name, p in zip(self._names, self._parameters, strict=True):
                 if name in residuals:
-                    p.add_(residuals[name].to(p.dtype), alpha=self._share)
+                    p.add_(residuals[name].to(p.dtype), alpha=share)
         self.now = True
         try:
             yield

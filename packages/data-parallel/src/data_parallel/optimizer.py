@@ -136,6 +136,7 @@ class ExchangingOptimizer(Wrapping):
         self._unscale(getattr(self, "grad_scale", None))
         self._take_step()
         self._training.count_step(self.named)
+        self.let_in()
         return loss
 
     @contextmanager
@@ -194,11 +195,18 @@ class ExchangingOptimizer(Wrapping):
                 the other kind of optimizer, or parameters do not fit.
             RuntimeError: Gradients are under way.
         """
+        self.refuse_to_load()
         state_dict, own = self._training.own(state_dict, {name: p.shape for name, p in self._sent.items()})
         wrapped = check_loaded({key: held for key, held in state_dict.items() if key != STATE_KEY}, own.get("wrapped"))
         check_groups(wrapped, self.optimizer)
         self._load(own, wrapped)
         self.optimizer.load_state_dict(wrapped)
+
+    def shared_state(self) -> dict[str, Any]:
+        return self._training.shared_state()
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        self._training.load_shared(state)
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
         """Loads the exchange's part. wrapped: the optimizer's, which is loaded next."""
@@ -224,6 +232,7 @@ class ExchangingOptimizer(Wrapping):
     def _begin_step(self) -> None:
         if self._shadow is not None:
             self._shadow.tell()
+        self.admit()
         self.check_exchange()
 
     def _begin_exchange(self) -> None:
@@ -258,7 +267,10 @@ class DistributedOptimizer(ExchangingOptimizer):
         named_parameters: Those of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
             Freezing, unfreezing or adding some later is an error of the next step: make a new DistributedOptimizer.
             ValueError if none is left.
-        comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
+        comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank. With an
+            `Elastic`, a step that a death breaks is done again with the same gradients among those left, and newcomers
+            come at its end, with an empty residual; it doubles the residuals' memory, as nonfinite="skip" does, and a
+            step that raises leaves them as they were.
         bucket_bytes: Size of the buckets for selection and exchange; default: the whole model at once, with `overlap`
             BUCKET_BYTES.
         overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
@@ -311,6 +323,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         take_over(optimizer, self._overlap)
         self._means = Means(self._exchange, buckets)
         self.start_alike(f"{self._training.facts()}, {bucket_bytes=}, {overlap=}")
+        self.enter()
 
     def synchronize(self) -> None:
         """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
@@ -392,6 +405,7 @@ class DistributedOptimizer(ExchangingOptimizer):
     def _start(self, position: int) -> None:
         """Starts the exchange of one bucket during backward."""
         if position == 0:  # nothing has been sent yet
+            self.admit()
             self.check_exchange()
             self._begin_exchange()
         self._start_buckets([position])

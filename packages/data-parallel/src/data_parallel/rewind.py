@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 def remembered(optimizer: Optimizer) -> Callable[[], None]:
     """Function that restores, bit for bit, the optimizer's present state and its groups' settings.
 
-    Writes into the same tensors. An optimizer's own attributes are not restored. Memory: a copy of the state.
+    Writes into the same tensors, each time that it is called. An optimizer's own attributes are not restored. Memory: a
+    copy of the state.
     """
     state = {p: _copied(kept) for p, kept in optimizer.state.items()}
     groups = [_copied({name: v for name, v in group.items() if name != "params"}) for group in optimizer.param_groups]
@@ -33,4 +34,6 @@ def _copied(kept: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _restored(kept: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    return {name: v.copy_(before) if isinstance(v, Tensor) else before for name, (v, before) in kept.items()}
+    return {
+        name: v.copy_(before) if isinstance(v, Tensor) else copy.deepcopy(before) for name, (v, before) in kept.items()
+    }

@@ -38,8 +38,10 @@ class ExchangeSettings(TypedDict, total=False):
         algorithm: A name in `ALGORITHMS`, default "gtopk", or an `Algorithm` of your own. "dense" sums dense gradients,
             without compressor and residuals; "powersgd", "dense-int8", or a `DenseCompressor` of your own sends
             something of every element, with residuals, without compressor. "auto" measures the ranks and takes the
-            algorithm predicted to be fastest for the model; `choice` says which and why. HSDP has no "auto".
-        options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
+            algorithm predicted to be fastest for the model; `choice` says which and why. HSDP has no "auto", nor has an
+            `Elastic`.
+        options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too. With an
+            `Elastic`, "spardl" has as many teams as the greatest common divisor of these and the ranks of the step.
         wire: Encoding of the values, default "fp32"; for selections also fewer bytes, see `WIRES`, with rounding errors
             kept in the residual; for "dense" also "bf16" or "fp16", with rounding errors lost.
         momentum: Momentum of DGC's correction, before the selection (see `ErrorFeedback`), default 0. The optimizer's
@@ -193,6 +195,12 @@ class Settings:
         """Raises ValueError for a compressor whose selection would be ignored. Of a TopK only its k counts."""
         if type(self.compressor) is not TopK:
             raise ValueError(f"{why}, so {self.compressor} would have no effect but its k: give TopK(density), or none")
+
+
+def refuse_elastic(owner: str, group: Any, why: str) -> None:
+    """Raises TypeError where a group's ranks may come and go, which the owner cannot follow."""
+    if getattr(group, "elastic", False):
+        raise TypeError(f"{owner} was given an Elastic, but {why}: see docs/guides/elastic.md")
 
 
 def check_count(name: str, value: Any, unit: str, *, least: int = 1) -> int | None:

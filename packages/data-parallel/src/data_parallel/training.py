@@ -84,22 +84,21 @@ class Training:
 
     def share(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         """Makes facts of the step that begins, unless `verify` is 0: the first parameters, and the groups' settings."""
-        begins, self._begins = self._begins, False
         self.exchange.shared = ""
-        if self.settings.verify == 0 or not (begins or self.taken % GROUPS_EVERY == 0):
+        if self.settings.verify == 0 or not (self._begins or self.taken % GROUPS_EVERY == 0):
             return
         begun = ""
-        if begins:
+        if self._begins:
             digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
             begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
         self.exchange.shared = f" with {_shared_settings(optimizer)}{begun}"
 
     def count_step(self, parameters: Mapping[str, Tensor]) -> None:
         """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
-        self.taken += 1
+        self.taken, self._begins = self.taken + 1, False
         verify = self.settings.verify
         if verify and self.taken % verify == 0:
-            refuse_unlike(parameters, self.comm)
+            self.comm.atomic(lambda: refuse_unlike(parameters, self.comm))
 
     def stats(self) -> Stats:
         """Costs and savings so far; see `communicators.Stats`."""
@@ -140,6 +139,34 @@ class Training:
         """Goes on from what `own` gave."""
         self.exchange.load_state_dict(own)
         self.taken, self.skipped, self._begins = own.get("steps", 0), own.get("skipped", 0), True
+
+    def shared_state(self) -> dict[str, Any]:
+        """State that a newcomer to an elastic group goes on from: all but this rank's residuals and velocities."""
+        kept = {**self.exchange.state_dict(), "residuals": {}, "velocities": {}, "algorithm": self.scheme.name}
+        own = {"skipped": self.skipped, "steps": self.taken, "loaded": self.exchange.loaded}
+        return {**kept, **own, "selection": self._selection()}
+
+    def load_shared(self, state: Mapping[str, Any]) -> None:
+        """Goes on from another rank's `shared_state`, with the facts of those that train.
+
+        Raises ValueError, on this rank alone, for another selection than theirs.
+        """
+        if (own := self._selection()) != state["selection"]:
+            self.comm.close()
+            raise ValueError(
+                f"this rank has come to a training with other settings or another model: that selects by "
+                f"{state['selection']}, this one by {own}; start it as those who train were started, with the density "
+                "that they have now"
+            )
+        self.load(state)
+        self.exchange.loaded, self._begins = state["loaded"], False
+
+    def _selection(self) -> str:
+        """Compressor and number of entries, as text; "" where nothing is selected, or a schedule says how much."""
+        if not self.scheme.selects or self.settings.density is not None:
+            return ""
+        numel, compressor = sum(shape.numel() for shape in self.exchange.shapes.values()), self.settings.compressor
+        return f"{type(compressor).__name__}, {compressor.entries(numel)} of {numel} elements"
 
 
 def _shared_settings(optimizer: Optimizer) -> str:

@@ -15,6 +15,11 @@ from torch.optim import Optimizer
 
 def group_for_join(given: Any) -> dist.ProcessGroup:
     """Process group of an optimizer's comm; TypeError if torch's `Join` cannot use it."""
+    if getattr(given, "elastic", False):
+        raise TypeError(
+            "Join counts the ranks of a fixed process group, but those of an Elastic come and go: a rank without "
+            "further batches calls world.leave() before its last step, and the others go on without it"
+        )
     group = default_group() if given is None else given
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(

@@ -10,9 +10,8 @@ exchange after every step, and without its decay of the residuals, which would l
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -21,7 +20,7 @@ from sparse_compress import all_finite
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by
+from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by, without_looks
 from data_parallel.backward_order import take_over
 from data_parallel.exchange import Means
 from data_parallel.lookahead import ErrorLookahead
@@ -61,7 +60,10 @@ class UpdateOptimizer(ExchangingOptimizer):
         named_parameters: Those of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
             Freezing, unfreezing or adding some later is an error of the next step: make a new UpdateOptimizer.
             ValueError if none is left.
-        comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
+        comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank. With an
+            `Elastic`, a step that a death breaks is done again with the same gradients among those left, and newcomers
+            come at its end, with an empty residual and another rank's moments; memory is as with nonfinite="skip",
+            and with clip_norm also a copy of the gradients during step().
         bucket_bytes: Size of the buckets for selection and exchange; default: all groups of similar rates at once.
         nonfinite: "raise": a NaN or inf in any rank's gradient or update is a CollectiveError, on every rank, that
             names rank and parameter; no parameter changes, but what residuals took in that step is lost, and moments
@@ -96,12 +98,12 @@ class UpdateOptimizer(ExchangingOptimizer):
         if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
         self._step_correction = AdamStepCorrection(optimizer, self.comm)
-        share = ahead_by(optimizer, self.comm.size)
-        self._lookahead = ErrorLookahead(self._sent, self._exchange, share=share)
+        self._lookahead = ErrorLookahead(self._sent, self._exchange, lambda: ahead_by(optimizer, self.comm.size))
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
         self._open()
         self.start_alike(f"{self._training.facts()}, {bucket_bytes=}{self._rates.facts}")
+        self.enter()
 
     @property
     def is_ahead(self) -> bool:
@@ -138,6 +140,14 @@ class UpdateOptimizer(ExchangingOptimizer):
         state[STATE_KEY] |= self._step_correction.state_dict()
         return state
 
+    def shared_state(self) -> dict[str, Any]:
+        return super().shared_state() | without_looks(self._step_correction.state_dict())
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        self._cut_by_rates()  # of the wrapped optimizer's groups, which are loaded by now
+        super().load_shared_state(state)
+        self._step_correction.load_state_dict(state)
+
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
         self._refuse_mid_step("load_state_dict()")
         self._cut_by_rates(wrapped["param_groups"])
@@ -153,23 +163,41 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._cut_by_rates()
         where = self._lookahead.for_step(self._training.settings.last_density)
         self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
-        self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
-        undo = remembered(self.optimizer) if self._training.settings.nonfinite == "skip" else None
-        noise = self._step_correction.state_dict()
-        self._step_correction.look(self._trained, self._training.taken)
-        with where:
-            updates = updates_of(self.optimizer, self._trained)
-            self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
-        every = range(len(self._means.buckets))
-        means = self._means.after(partial(self._means.start, dict(enumerate(updates)), every, clips=False))
-        if undo is not None and not self._means.stands:
+        updates, undo = list[Tensor](), self._as_now()
+
+        def start() -> None:
+            self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
+            self._step_correction.look(self._trained, self._training.taken)
+            with where():
+                updates[:] = updates_of(self.optimizer, self._trained)
+                self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
+            self._means.start(dict(enumerate(updates)), range(len(self._means.buckets)), clips=False)
+
+        means = self._means.after(start, undo)
+        if not self._means.stands:
             undo()
-            self._step_correction.load_state_dict(noise)
             self._training.skipped += 1
             return
         self._means.put(means, updates)
         with torch.no_grad():
             torch._foreach_add_(self._trained, updates)
+
+    def _as_now(self) -> Callable[[], None]:
+        """Function that takes back what a step changes before its updates are exchanged, if it may have to."""
+        settings, elastic = self._training.settings, self.comm.elastic
+        if settings.nonfinite != "skip" and not elastic:
+            return lambda: None
+        undo, noise = remembered(self.optimizer), self._step_correction.state_dict()
+        clips = elastic and settings.clip_norm is not None
+        clipped = [(p.grad, p.grad.clone()) for p in self._trained if clips and p.grad is not None]
+
+        def take_back() -> None:
+            undo()
+            self._step_correction.load_state_dict(noise)
+            for gradient, before in clipped:
+                gradient.copy_(before)
+
+        return take_back
 
     def _refuse_mid_step(self, what: str) -> None:
         if self._lookahead.now:

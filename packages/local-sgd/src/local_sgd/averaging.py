@@ -20,7 +20,8 @@ class Arrived:
     """Means over ranks, by weight.
 
     weight: sum over all ranks; at 0 no rank gave anything, and there is no mean: `means` is empty.
-    unfinished: number of ranks that had not finished when they gave theirs.
+    unfinished: number of ranks that had not finished when they gave theirs; −1 while the means are under way, and are
+    zeros.
     """
 
     means: list[Tensor]
@@ -35,7 +36,8 @@ class Arrived:
     @staticmethod
     def of_state(state: Mapping[str, Any], parts: Sequence[Part]) -> Arrived:
         """Means that `state_dict` gave, in vectors again."""
-        means = [part.flat_of(state["means"]) for part in parts] if state["weight"] else []
+        there = state["weight"] or state["unfinished"] < 0
+        means = [part.flat_of(state["means"]) for part in parts] if there else []
         return Arrived(means, state["weight"], state["unfinished"])
 
 
@@ -45,6 +47,10 @@ class Averaging:
     Sums go by our schedule, so that all worlds give the same bits; native: by the transport's own, equal within
     rounding. A launch that failed stays failed: every later use raises the same error.
 
+    In an elastic group means are taken by all ranks or by none. What was launched in another group is summed again
+    among the ranks of this one, with the same bits as if it had been launched there; newcomers give weight 0.
+
+    ranks: number of ranks in the last means that were taken.
     call: what ranks call, for errors. alike: gives text that must be the same on all ranks each time, such as an outer
     optimizer's rates.
     """
@@ -52,7 +58,10 @@ class Averaging:
     def __init__(self, comm: Communicator, what: str, *, native: bool, call: str = "average") -> None:
         self._comm, self._what, self._native, self._call = comm, what, native, call
         self.alike: Callable[[], str] = str
-        self._launched: list[Any] = []  # under way
+        self._given: list[Any] = []  # payloads that were launched, and not taken yet
+        self._launched: list[Any] = []  # their sums, under way in that generation:
+        self._generation = 0
+        self.ranks = comm.size
         self._arrived: Arrived | None = None
         self._error: Exception | None = None
         self._waited = self._under_way = 0.0
@@ -71,9 +80,14 @@ class Averaging:
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """Exchanges the vectors; returns the means as soon as all ranks have come."""
         began = self._comm.clock()
-        if self._native and (facts := self._since + self.alike()):  # the transport's sum is agreed on by its size alone
-            run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
-        totals = [self._sum(_payload(x, weight, finished), run) for x in vectors]
+        payloads = [_payload(x, weight, finished) for x in vectors]
+
+        def exchange() -> tuple[list[Tensor], int]:
+            if self._native and (facts := self._since + self.alike()):  # the transport's sum agrees on its size alone
+                run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
+            return [self._sum(payload, run) for payload in payloads], self._comm.size
+
+        totals, self.ranks = self._comm.atomic(exchange)
         self._waited += (seconds := self._comm.clock() - began)
         self._under_way += seconds
         self._since = ""
@@ -82,34 +96,65 @@ class Averaging:
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange of the vectors as they are now, of which it takes one copy."""
         with self._keeping_errors():
-            self._arrived = None
-            self._launched = [self._sum(_payload(x, weight, finished), start) for x in vectors]
+            self._give(vectors, weight, finished)
+            try:
+                self._start()
+            except CollectiveError:
+                if not self._comm.elastic:  # there it is launched again when it is taken
+                    raise
             self._since = ""
 
-    def arrived(self) -> Arrived:
-        """Waits for the last launch and returns its means, which stay until the next launch."""
+    def arrived(self, *, waits: bool = True) -> Arrived:
+        """Waits for the last launch and returns its means, which stay until the next launch.
+
+        waits: False: of means that nobody has taken yet it says only that they are under way.
+        """
+        if self._given and not waits:
+            return Arrived([], 0.0, -1)
         with self._keeping_errors():
             if self._arrived is None:
-                self._arrived = self._take()
+                began = self._comm.clock()
+                sums, self.ranks = self._comm.atomic(self._awaited)
+                self._arrived = self._taken(sums, began)
+                self._given, self._launched = [], []  # only now, so that an interrupted wait can be repeated
         return self._arrived
 
     def wait(self) -> None:
         """Waits for the exchange under way, if there is one."""
-        if self._launched or self._error:
+        if self._given or self._error:
             self.arrived()
 
     def store(self, arrived: Arrived) -> None:
-        """Stores means as if they had been launched last; an exchange under way is waited for, and forgotten."""
+        """Stores means as if they had been launched last; an exchange under way is waited for, and forgotten.
+
+        Means that are under way among others come here with the next use, to which this rank gives weight 0.
+        """
         self.wait()
         self._arrived = arrived
+        if arrived.unfinished < 0:
+            self._give(arrived.means, 0.0, False)
 
-    def _take(self) -> Arrived:
-        began = self._comm.clock()
-        totals = [work.wait() for work in self._launched]
-        works, self._launched = self._launched, []  # only now, so that an interrupted wait can be repeated
-        self._waited += self._comm.clock() - began
-        self._under_way += max(work.ended or began for work in works) - works[0].began
-        return _means(totals)
+    def _give(self, vectors: Sequence[Tensor], weight: float, finished: bool) -> None:
+        """Prepares what is summed, whatever the group."""
+        self._arrived, self._generation = None, 0
+        self._given = [_payload(x, weight, finished) for x in vectors]
+
+    def _start(self) -> None:
+        """Starts the sums of what was given, in the present group."""
+        self._launched = [self._sum(payload, start) for payload in self._given]
+        self._generation = self._comm.generation
+
+    def _awaited(self) -> tuple[list[Any], int]:
+        """Sums of what was given, and the number of ranks; of what was started in another group nothing is used."""
+        if self._generation != self._comm.generation:
+            self._start()
+        return [work.wait() for work in self._launched], self._comm.size
+
+    def _taken(self, sums: list[Any], came: float) -> Arrived:
+        """Means of sums that all ranks have taken. came: when this rank came to wait for them."""
+        self._waited += self._comm.clock() - came
+        self._under_way += max(work.ended or came for work in self._launched) - self._launched[0].began
+        return _means(sums)
 
     @contextmanager
     def _keeping_errors(self) -> Iterator[None]:
@@ -164,7 +209,8 @@ def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Commu
         return
     found = _nonfinite(parts, means)
     own = bool(_nonfinite(parts, [part.gather() for part in parts]))
-    ranks = [rank for rank, theirs in enumerate(allgather(torch.tensor([int(own)]), comm)) if int(theirs)]
+    owns = comm.atomic(lambda: allgather(torch.tensor([int(own)]), comm))
+    ranks = [rank for rank, theirs in enumerate(owns) if int(theirs)]
     if not ranks:
         raise CollectiveError(f"{what}: the sum over ranks overflows in {found[0]!r}: give smaller weights")
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""

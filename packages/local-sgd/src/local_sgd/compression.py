@@ -97,7 +97,7 @@ class Launched:
     part: Part
     given: Tensor
     sent: Any
-    sum: Any
+    sum: Any = None
 
     @property
     def result(self) -> Any:
@@ -118,13 +118,17 @@ class RoundedSum:
         self._parts, self._bits, self._comm, self._what = parts, bits, comm, what
         self._residuals = {id(part): torch.zeros_like(part.gather()) for part in parts}
 
-    def launch(self, part: Part, x: Tensor) -> Launched:
-        """Starts the sum of x plus the part's residual; takes x over."""
+    def select(self, part: Part, x: Tensor) -> Launched:
+        """Adds the part's residual to x, which it takes over, to be launched."""
         x += self._residuals[id(part)]
-        single = x.float()
+        return Launched(part, x, x.float())
+
+    def launch(self, selected: Launched) -> None:
+        """Starts the sum of what was selected; again, where the group has changed."""
+        x = selected.given
         facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
-        schedule = schedules.quantised_allreduce(single, self._comm.rank, self._comm.size, bits=self._bits)
-        return Launched(part, x, single, start(schedule, self._comm, facts=facts, device=x.device))
+        schedule = schedules.quantised_allreduce(selected.sent, self._comm.rank, self._comm.size, bits=self._bits)
+        selected.sum = start(schedule, self._comm, facts=facts, device=x.device)
 
     def total(self, launched: Launched) -> Tensor:
         """Waits for the sum and returns it."""
@@ -160,11 +164,14 @@ class SparseSum:
         self._cut = [[list(part.names), part.bucket.numel] for part in parts]
         self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
 
-    def launch(self, part: Part, x: Tensor) -> Launched:
-        """Starts the sum of x plus the part's residual; takes x over."""
+    def select(self, part: Part, x: Tensor) -> Launched:
+        """Selects what is sent of x plus the part's residual; takes x over."""
         with tracing.labelled("select"):
-            sent = self._sparsifier.compress(part.names[0], x)
-        return Launched(part, x, sent, self._allreduce(sent, self._comm))
+            return Launched(part, x, self._sparsifier.compress(part.names[0], x))
+
+    def launch(self, selected: Launched) -> None:
+        """Starts the sum of what was selected; again, where the group has changed."""
+        selected.sum = self._allreduce(selected.sent, self._comm)
 
     def total(self, launched: Launched) -> Tensor:
         """Waits for the sum and returns it."""
@@ -231,37 +238,44 @@ class CompressedAveraging(Averaging):
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange; a sum that does not run in the background is waited for here."""
-        with self._keeping_errors():
-            self._arrived, self._began, spoilt = None, self._comm.clock(), False
-            for part, x in zip(self._parts, vectors, strict=True):
-                change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
-                if not self._sums.carries_nan and not all_finite(change):
-                    spoilt = True
-                    change.zero_()  # or it would stay in a residual
-                self._launched.append(self._sums.launch(part, change))
-            self._head = self._start_head(math.nan if spoilt else weight, finished)
-            self._waited += self._comm.clock() - self._began
+        self._began = self._comm.clock()
+        super().launch(vectors, weight, finished=finished)
+        self._waited += self._comm.clock() - self._began
 
-    def _start_head(self, weight: float, finished: bool) -> Work[Tensor]:
-        head = torch.tensor([weight, float(not finished)], dtype=torch.float64)
-        schedule = schedules.allreduce(head, self._comm.rank, self._comm.size)
-        facts, self._since = self._facts(": weights"), ""
-        return start(schedule, self._comm, facts=facts, device=head.device)
+    def _give(self, vectors: Sequence[Tensor], weight: float, finished: bool) -> None:
+        self._arrived, self._generation, self._given, spoilt = None, 0, [], False
+        for part, x in zip(self._parts, vectors, strict=True):
+            change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
+            if not self._sums.carries_nan and not all_finite(change):
+                spoilt = True
+                change.zero_()  # or it would stay in a residual
+            self._given.append(self._sums.select(part, change))
+        self._head = torch.tensor([math.nan if spoilt else weight, float(not finished)], dtype=torch.float64)
 
-    def _take(self) -> Arrived:
-        came = self._comm.clock()
-        weight, unfinished = self._head.wait().tolist()
-        totals = [self._sums.total(each) for each in self._launched]
-        launched, self._launched, now = self._launched, [], self._comm.clock()  # only now, see `Averaging`
+    def _start(self) -> None:
+        for each in self._given:
+            self._sums.launch(each)
+        schedule = schedules.allreduce(self._head, self._comm.rank, self._comm.size)
+        facts = self._facts(": weights")
+        self._launched = [start(schedule, self._comm, facts=facts, device=self._head.device)]
+        self._generation = self._comm.generation
+
+    def _awaited(self) -> tuple[list[Any], int]:
+        (head,), ranks = super()._awaited()
+        return [head, *(self._sums.total(each) for each in self._given)], ranks
+
+    def _taken(self, sums: list[Any], came: float) -> Arrived:
+        (weight, unfinished), totals = sums[0].tolist(), sums[1:]
+        now = self._comm.clock()
         self._waited += now - came
-        works = [work for work in (self._head, *(each.sum for each in launched)) if isinstance(work, Work)]
+        works = [work for work in (*self._launched, *(each.sum for each in self._given)) if isinstance(work, Work)]
         self._under_way += max(work.ended or now for work in works) - self._began
         applied = bool(weight) and all(map(all_finite, totals))
-        for each in launched:
+        for each in self._given:
             self._sums.feed_back(each, applied=applied)
         if not weight:
             return Arrived([], 0.0, int(unfinished))
-        means = [each.part[self._anchor] + total / weight for each, total in zip(launched, totals, strict=True)]
+        means = [each.part[self._anchor] + total / weight for each, total in zip(self._given, totals, strict=True)]
         return Arrived(means, weight, int(unfinished))
 
 

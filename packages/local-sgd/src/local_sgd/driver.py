@@ -7,7 +7,7 @@ import reprlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from communicators import Communicator, run, schedules
@@ -69,12 +69,15 @@ class Driver(ABC):
 
     parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries; nearest:
     between two exchanges, of which a boundary may have several. averagings: all exchanges, among all ranks. comms: what
-    they go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary.
+    they go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary. agreed:
+    facts that ranks compared at the beginning.
     """
 
     two_levels = False
     overlaps = False
     """Whether training goes on during an exchange, whatever the rule."""
+    inelastic: ClassVar[str] = ""
+    """Reason why its ranks cannot come and go."""
     needs: tuple[str, ...] = NEEDS
     """Keys of `state_dict` that must be there."""
 
@@ -103,7 +106,8 @@ class Driver(ABC):
             self._shared.append(buffers.at_boundary)
         self._resets = policy == "reset"
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
-        self.loaded = False
+        self.loaded, self.agreed = False, ""
+        self._ranks = self.comm.size  # for which the rule is prepared
         for part in self.parts:
             x = part.gather()
             part.kept = {name: x.clone() for name in rule.anchors}
@@ -135,8 +139,11 @@ class Driver(ABC):
         """Tells other ranks of an error, where they would not see it in their next exchange."""
         del error
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's own part of a state, by parameter, so that it outlives another cut into vectors."""
+    def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
+        """This rank's own part of a state, by parameter, so that it outlives another cut into vectors.
+
+        waits: for what is under way, which is part of it. False, for newcomers: it says only that it is under way.
+        """
         rounded = [part for part in self.parts if part.remainder is not None]
         rates = {part.group: part.last_rate for part in reversed(self.parts)}
         residuals = {} if self.sums is None else {"kind": self.sums.kind, "parts": self.sums.state_dict()}
@@ -187,12 +194,18 @@ class Driver(ABC):
 
     def _is_own(self, state: Mapping[str, Any]) -> bool:
         """Whether the state was saved by this rank, among the same number of ranks."""
-        return bool((state["rank"], state["world_size"]) == (self.comm.rank, self.comm.size))
+        return bool((state.get("rank"), state.get("world_size")) == (self.comm.rank, self.comm.size))
 
     def agree(self, facts: str) -> None:
-        """Compares facts that are known only after the rule has begun; "" is none."""
-        if facts:
-            run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"{self.what}{facts}")
+        """Compares facts that are known only after the rule has begun; "" is none. Newcomers compare them later."""
+        comm, self.agreed = self.comm, facts
+        if facts and not self.owner.enters:
+            comm.atomic(lambda: run(schedules.barrier(comm.rank, comm.size), comm, facts=f"{self.what}{facts}"))
+
+    def join(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the state of another rank of an elastic group; this rank's own block begins now."""
+        self.load_state_dict(state)
+        self.loaded = False
 
     def averaging_of(self, parts: list[Part], rule: Rule, names: list[str]) -> Averaging:
         """Exchange of these parts, compressed where compression is asked for; begins the rule that is applied to them.
@@ -240,14 +253,13 @@ class Driver(ABC):
                 )
             part.put(x)
 
-    def next_boundary(self) -> None:
-        """Checks that ranks come to a boundary alike, and counts it."""
+    def next_boundary(self, averaging: Averaging) -> None:
+        """Checks, by the facts of this exchange, that ranks come to a boundary alike, and counts it."""
         self.owner.check_exchange()
         since = f", after states of boundary {self.block.boundaries} were loaded on all ranks," if self.loaded else ""
         if self._begun is not None:
             since += f", begun with parameters of hash {self._begun % 2**64:016x} (load weights on all ranks alike),"
-        for averaging in self.averagings if since else ():
-            averaging.agree(since)
+        averaging.agree(since)
         self.loaded, self._begun = False, None
         if self.block.boundaries == 0 and not self._resets:
             warn_of_two_momenta(self.what, self.rule.gain(), self.owner.param_groups, self.block.length)
@@ -307,6 +319,9 @@ class Boundaries(Driver):
             means = arrived.means or means
             if most is not None and (most := most - 1) < 1:
                 self.refuse_undrained(arrived.unfinished)
+            self.block.end()
+            if most is None:  # as ranks do that go on
+                self.owner.let_in(at_once=True)
             arrived = self._sync(0.0, finished=True)
         self.put_model(self._final(arrived.means, means) if self.rule.mean_is_model else self.anchors())
 
@@ -321,9 +336,11 @@ class Boundaries(Driver):
         self._moved(drafts, [draft.gather() for draft in drafts], arrived)
         return [draft[self.rule.anchors[0]] for draft in drafts]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
         """State of the rule besides and, if it overlaps, the mean under way, which is waited for, and not applied."""
-        arrived = {"arrived": self._averaging.arrived().state_dict(self.parts)} if self.rule.overlaps else {}
+        arrived = {}
+        if self.rule.overlaps:
+            arrived = {"arrived": self._averaging.arrived(waits=waits).state_dict(self.parts)}
         return {**super().state_dict(), **arrived, **self.rule.state_dict()}  # waiting may change residuals
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -348,14 +365,18 @@ class Boundaries(Driver):
         self.block.end()
         if not self.rule.overlaps:
             self.owner.end_steps()
+        self.owner.let_in()
 
     def _sync(self, weight: float, *, finished: bool) -> Arrived:
         """Runs one boundary, and returns its means."""
-        self.next_boundary()
+        self.next_boundary(self._averaging)
         xs, overlaps = [part.gather() for part in self.parts], self.rule.overlaps
         arrived = self._averaging.arrived() if overlaps else self._averaging.now(xs, weight, finished=finished)
         refuse_nonfinite(self.parts, arrived.means, self.comm, self.what)
         self._set_rates()
+        if self._ranks != self._averaging.ranks:  # of the means, alike on all ranks, whoever has died since then
+            self._ranks = self._averaging.ranks
+            self.rule.fit(self._ranks)
         xs = self._moved(self.parts, xs, arrived)
         self.put(xs)
         if arrived.means:

@@ -42,9 +42,9 @@ class Fragment:
         """Names of its parameters."""
         return [name for part in self.parts for name in part.names]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, waits: bool) -> dict[str, Any]:
         """State of the fragment: a launched mean is waited for, not applied; without a launch means are zeros."""
-        arrived = Arrived([], 0.0, 0) if self.due is None else self.averaging.arrived()
+        arrived = Arrived([], 0.0, 0) if self.due is None else self.averaging.arrived(waits=waits)
         counts = {"done": self.done, "weight": self.weight, "launched": self.due is not None, "due": self.due or 0}
         return {"names": self.names, **counts, "arrived": arrived.state_dict(self.parts), **self.rule.state_dict()}
 
@@ -67,6 +67,8 @@ class ByFragment(Driver):
     """Launches the exchange of one of F fragments every τ/F steps, and applies its mean `delay` steps later.
 
     The k-th of a block is launched after its step ⌊k·τ/F⌋, and applied before its next launch where that comes earlier.
+    In an elastic group it is applied before the next launch of any, so that launches and means come in one order on all
+    ranks, whatever their blocks.
     """
 
     overlaps = True
@@ -113,11 +115,12 @@ class ByFragment(Driver):
 
     def end(self, *, most: int | None) -> None:
         """Launches fragments, and applies each at once, until all were launched with all ranks finished."""
+        lets_in = most is None
         for fragment in self._under_way():
-            self._take(fragment)
+            self._take(fragment, lets_in=lets_in, at_once=lets_in)
         ended = 0
         while ended < len(self.fragments):
-            unfinished = self._take(self._launch(finished=True))
+            unfinished = self._take(self._launch(finished=True), lets_in=lets_in, at_once=lets_in)
             if unfinished and most is not None:
                 self.refuse_undrained(unfinished)
             ended = 0 if unfinished else ended + 1
@@ -128,9 +131,9 @@ class ByFragment(Driver):
         """Anchors of all fragments."""
         return self.anchors()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
         """State of every fragment besides, and whose turn it is."""
-        fragments = {str(turn): fragment.state_dict() for turn, fragment in enumerate(self.fragments)}
+        fragments = {str(turn): fragment.state_dict(waits=waits) for turn, fragment in enumerate(self.fragments)}
         own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
         return {**super().state_dict(), **own}  # waiting for fragments under way changes residuals
 
@@ -149,6 +152,12 @@ class ByFragment(Driver):
             fragment.load_state_dict(state["fragments"][str(turn)])
         self._turn, self._launched = state["turn"], state["launched"]
 
+    def join(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the state of another rank of an elastic group, with no steps of its own yet."""
+        super().join(state)
+        for fragment in self.fragments:
+            fragment.done, fragment.weight = 0, 0.0
+
     def _under_way(self) -> list[Fragment]:
         """Fragments under way, in the order of their launches."""
         ordered = self.fragments[self._turn :] + self.fragments[: self._turn]
@@ -159,28 +168,30 @@ class ByFragment(Driver):
         return sum(max(1, k * τ // count) <= self.block.done for k in range(1, count + 1))
 
     def _launch(self, *, finished: bool) -> Fragment:
-        self.next_boundary()
         fragment = self.fragments[self._turn]
-        if fragment.due is not None:
-            self._take(fragment)
+        for earlier in self._under_way() if self.comm.elastic else [fragment] if fragment.due is not None else []:
+            self._take(earlier)
+        self.next_boundary(fragment.averaging)
         weight = 0.0 if fragment.done == 0 else fragment.weight if self._weighted else 1.0
         fragment.averaging.launch([part.gather() for part in fragment.parts], weight, finished=finished)
         fragment.done, fragment.weight, fragment.due = 0, 0.0, self._delay
         self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
-        if not self._delay and not finished:
-            self._take(fragment)
         if self._turn == 0:
             self.share()
+        if not self._delay and not finished:
+            self._take(fragment)
         return fragment
 
-    def _take(self, fragment: Fragment) -> int:
-        """Applies a launched fragment; returns how many ranks had not finished at its launch."""
+    def _take(self, fragment: Fragment, *, lets_in: bool = True, at_once: bool = False) -> int:
+        """Applies a launched fragment; returns how many ranks had not finished at its launch. lets_in: see `let_in`."""
         arrived, fragment.due = fragment.averaging.arrived(), None
         refuse_nonfinite(fragment.parts, arrived.means, self.comm, self.what)
         if arrived.means:
             xs = [part.gather() for part in fragment.parts]
             for part, x in zip(fragment.parts, fragment.rule.apply(fragment.parts, xs, arrived.means), strict=True):
                 part.put(x)
+        if lets_in and arrived.unfinished:
+            self.owner.let_in(at_once=at_once)
         return arrived.unfinished
 
 

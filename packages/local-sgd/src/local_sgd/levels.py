@@ -44,6 +44,7 @@ class TwoLevels(Boundaries):
     """Means by weight in this rank's small group besides; after `times` of them comes a boundary among all ranks."""
 
     two_levels = True
+    inelastic = "the small group of a rank cannot change: give sync_every as one number"
 
     def __init__(self, compression: Compression, group: Any, every: int, times: int) -> None:
         super().__init__(compression)
@@ -80,8 +81,9 @@ class TwoLevels(Boundaries):
         self._met = 0
         super().end(most=most)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
         """Position between two means of the group besides."""
+        del waits
         return {**super().state_dict(), "near": {"met": self._met, "block": self._near.state_dict()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -95,11 +95,13 @@ class PeriodicAveraging(Wrapping):
             self._refuse_native()
         if rule.needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
             raise ValueError(f"{what} counts in learning rates, but parameter groups {lacking} have no 'lr'")
-        rule.prepare(self.comm.size)
+        self._refuse_elastic(bool(settings.get("native")))
+        rule.fit(self.comm.size)
         policies = {name: settings.get(name, "keep") for name in ("buffers", "inner_state")}
         switches = {name: bool(settings.get(name)) for name in ("weighted", "native")}
         self._said = {**rule.shared(), **policies, **switches, **self._driver.facts()}
         agreed = {**self._said, "bucket_bytes": settings.get("bucket_bytes")}
+        agreed |= {name: "default" for name in rule.defaults if name in agreed}  # newcomers have another one
         text = ", ".join(f"{name}={value!r}" for name, value in agreed.items())
         self.start_alike(text, model=model, broadcast=settings.get("broadcast", True))
         self._driver.begin(self, rule, self._block, buffers, settings)
@@ -107,6 +109,7 @@ class PeriodicAveraging(Wrapping):
         self._sent_before, self._steps_before = self._sent, 0
         self._showing, self._unseen, self._warned = False, 0, False
         self._expected: int | None = None
+        self.enter()
 
     @property
     def sync_every(self) -> Every:
@@ -155,6 +158,7 @@ class PeriodicAveraging(Wrapping):
         """Takes the wrapped optimizer's step, on this rank alone."""
         self._refuse_shown("step()")
         self.check_step(apart=True)
+        self.admit()
         self._refuse_other_parameters()
         self._unseen += 1
         self._warn_unseen()
@@ -167,6 +171,8 @@ class PeriodicAveraging(Wrapping):
             weight: Weight of the step, such as its number of samples; given if, and only if, means are `weighted`.
         """
         self._refuse_shown("average()")
+        self.admit()
+        self.comm.catch_up()
         self._driver.depart()
         self._unseen = 0
         self._driver.count(self._checked(weight))
@@ -234,7 +240,8 @@ class PeriodicAveraging(Wrapping):
     def state_dict(self) -> dict[str, Any]:
         """State of the wrapped optimizer and, as "distributed", all else; each rank saves its own, and its own model.
 
-        An exchange under way is waited for and stored, not applied. Tensors are references; the state can be loaded by
+        An exchange under way is waited for and stored, not applied; in an elastic group all ranks call it then, at the
+        same point, because they take its mean together. Tensors are references; the state can be loaded by
         torch.load(weights_only=True).
         """
         self._refuse_shown("state_dict()")
@@ -269,6 +276,27 @@ class PeriodicAveraging(Wrapping):
         self._driver.load_state_dict(own)
         self._steps_before, self._expected = self._block.steps - taken, own["parameters"]
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        self._refuse_shown("gathered_state_dict()")
+        self.wait()
+        return super().gathered_state_dict()
+
+    gathered_state_dict.__doc__ = Wrapping.gathered_state_dict.__doc__
+
+    def shared_state(self) -> dict[str, Any]:
+        own = {**self._driver.state_dict(waits=False), "agreed": self._driver.agreed}
+        return {name: held for name, held in own.items() if name != "residuals"}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        if state["agreed"] != self._driver.agreed:
+            self.comm.close()
+            raise ValueError(
+                f"this rank has come to a training with other settings: {self.what}{state['agreed']}, and this one has "
+                f"{self.what}{self._driver.agreed}; start it as those who train were started"
+            )
+        self._driver.join(state)
+        self._steps_before = self._block.steps
+
     @property
     def _sent(self) -> int:
         return sum(comm.bytes_sent for comm in self._driver.comms)
@@ -280,6 +308,13 @@ class PeriodicAveraging(Wrapping):
             raise ValueError(
                 f"native=True is the transport's sum, and compress={self._driver.compression!r} another: leave one out"
             )
+
+    def _refuse_elastic(self, native: bool) -> None:
+        """Raises ValueError for what cannot go on where a rank has died."""
+        reason = "the transport's sum fails for good when a rank dies: leave it out" if native else ""
+        if self.comm.elastic and (reason := reason or self._driver.inelastic):
+            asked = "native=True" if native else type(self._driver).__name__
+            raise ValueError(f"{self.what} with {asked} over an Elastic: {reason}")
 
     def _checked(self, weight: float | None) -> float:
         if weight is None and not self._weighted:
@@ -302,6 +337,8 @@ class PeriodicAveraging(Wrapping):
         self._refuse_shown("drain() and finish()")
         if self._unseen:
             raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
+        if most is None:
+            self.admit()
         self._driver.depart()
         self._driver.end(most=most)
 
@@ -317,7 +354,7 @@ class PeriodicAveraging(Wrapping):
 
     def _refuse_other_parameters(self) -> None:
         """Checks the parameters the first time after a state was loaded."""
-        if self._expected not in (None, digest(self.trained)):
+        if self._expected is not None and self._expected != digest(self.trained):
             raise RuntimeError(
                 "the parameters are not those that the loaded state was saved with: load this rank's own "
                 "model.state_dict(), saved at the same point, after the optimizer was made (which copies rank 0's)"

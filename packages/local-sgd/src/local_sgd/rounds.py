@@ -41,6 +41,7 @@ class OuterRounds(Boundaries):
     """
 
     rule: OuterStep
+    inelastic = "the rounds of allreduce= have their own way to go on without a rank: leave allreduce or Elastic out"
 
     def __init__(self, make: MakeRounds | Any, settings: Settings, *, levels: bool) -> None:
         super().__init__()
@@ -74,13 +75,13 @@ class OuterRounds(Boundaries):
     def count(self, weight: float) -> None:
         """Counts a step; contributes the change of a block that has ended."""
         if self.block.count(weight):
-            self.next_boundary()
+            self.next_boundary(self._averaging)
             self._give(self.own_weight(self.block))
             self.block.end()
 
     def end(self, *, most: int | None) -> None:
         """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
-        self.next_boundary()
+        self.next_boundary(self._averaging)
         if weight := self.own_weight(self.block):
             self._give(weight)
         if most is not None:
@@ -112,8 +113,9 @@ class OuterRounds(Boundaries):
         """Tells the other ranks of an error."""
         self._rounds.__exit__(type(error), error, error.__traceback__)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
         """State of the rounds besides."""
+        del waits
         return {"rounds": self._rounds.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

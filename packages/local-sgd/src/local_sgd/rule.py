@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from communicators import Bucket
@@ -91,6 +92,7 @@ class Rule:
         overlaps: Whether the mean at a boundary is of what the last boundary returned, which travels meanwhile.
         mean_is_model: Whether the model is the mean over ranks, rather than the first anchor; anchors may be left out.
         needs_rate: Whether parameter groups must have an "lr", whose mean over ranks is `part.rate`.
+        defaults: Settings that `prepare` filled in, as they were before.
     """
 
     anchors: tuple[str, ...] = ()
@@ -98,6 +100,7 @@ class Rule:
     overlaps: ClassVar[bool] = False
     mean_is_model: ClassVar[bool] = False
     needs_rate: ClassVar[bool] = False
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -113,6 +116,17 @@ class Rule:
         Raises:
             ValueError: A setting does not fit that number.
         """
+
+    def fit(self, size: int) -> None:
+        """Prepares for a number of ranks, at first and whenever it changes: what was given stays, defaults are new.
+
+        Args:
+            size: Number of ranks.
+        """
+        vars(self).update(self.defaults)
+        before = {one.name: getattr(self, one.name) for one in fields(self) if one.init}  # type: ignore[arg-type]
+        self.prepare(size)
+        self.defaults = {name: value for name, value in before.items() if getattr(self, name) is not value}
 
     def begin(self, parts: Sequence[Part], names: Sequence[str]) -> None:
         """Starts whatever the rule keeps beside anchors and momenta, which are in the parts already.

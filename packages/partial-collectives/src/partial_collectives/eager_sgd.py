@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, Unpack, cast
 
 import torch
-from communicators import CollectiveError, buckets_of, run, schedules
+from communicators import CollectiveError, Elastic, buckets_of, run, schedules
 from replicas import Buffers, Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partial_collectives.partial_allreduce import PartialAllreduce, RoundSettings
+from partial_collectives.protocol.events import Stage
 from partial_collectives.result import PartialResult
 from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
 from partial_collectives.stragglers import Lateness
@@ -46,6 +48,12 @@ class EagerSGD(Wrapping):
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
     CollectiveError on every rank, that names the rank, when its round is applied.
 
+    Over an `Elastic` rounds go on without ranks that die, and newcomers are let in where all meet: at `synchronize()`,
+    so call it at the end of every epoch at least, as a newcomer waits for it. It gets parameters, the states of
+    optimizer and scheduler and the number of rounds from one of the others; `lateness` begins anew with the group. A
+    dead rank's gradients that were in no round are lost. A rank that the others take for dead gets a CollectiveError,
+    LeftOutError where they have met without it, and may join anew.
+
     Args:
         optimizer: Built over the live parameters; shared as its param_groups, state and defaults are.
         named_parameters: Parameters of the model, as `model.named_parameters()` gives them.
@@ -59,7 +67,7 @@ class EagerSGD(Wrapping):
             at `synchronize()` and `finish()`, what is not floating-point being rank 0's; "broadcast", rank 0's there.
             Ranks that have finished are in the mean.
         **rounds: `quorum`, `max_staleness`, `grace`, `seed` and `on_death`: see `PartialAllreduce`. Where ranks may be
-            lost (on_death="shrink") buffers are kept: to share them takes all ranks.
+            lost (on_death="shrink", always so over an `Elastic`) buffers are kept: to share them takes all ranks.
 
     Attributes:
         applied: Rounds that were applied so far.
@@ -87,6 +95,11 @@ class EagerSGD(Wrapping):
         check_scheduler(scheduler, optimizer)
         if not isinstance(weighted, bool):
             raise TypeError(f"weighted is {weighted!r}, expected True or False")
+        if isinstance(comm, Elastic) and rounds.setdefault("on_death", "shrink") != "shrink":
+            raise ValueError(
+                f"on_death={rounds['on_death']!r} ends all ranks with the first that dies, but those of an Elastic "
+                "go on: leave it out, or give a fixed group"
+            )
         if buffers != "keep" and rounds.get("on_death") == "shrink":
             raise ValueError(
                 f"buffers={buffers!r} takes all ranks, but on_death='shrink' goes on without some: leave one"
@@ -105,7 +118,13 @@ class EagerSGD(Wrapping):
             for bucket in buckets_of(self._trained)
         ]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
-        self._rounds = PartialAllreduce(like, self.comm, **rounds)
+        self._like, self._settings, self._round, self._generation = like, rounds, 0, 0
+        self._elastic = self.comm if isinstance(self.comm, Elastic) else None
+        self.enter()
+        if self._elastic is None:
+            self._rounds = PartialAllreduce(like, self.comm, **rounds)
+        else:
+            self._agree(self._elastic, finished=False)
 
     @property
     def lateness(self) -> Lateness:
@@ -131,6 +150,7 @@ class EagerSGD(Wrapping):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.admit()
         self.check_exchange()
         gradients = [p.grad for p in self._trained]
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
@@ -146,7 +166,7 @@ class EagerSGD(Wrapping):
 
     def finish(self) -> None:
         """Ends this rank's steps: applies the rest of the rounds until no rank has any."""
-        while self._shared is not None and not self._ended:
+        while (self._shared is not None or self._elastic is not None) and not self._ended:
             self._ended = self._meet(finished=True)
         self._apply(self._rounds.finish())
         self.end_steps()
@@ -159,10 +179,14 @@ class EagerSGD(Wrapping):
         """The wrapped optimizer's state and, as "distributed", what is under way; take it after `synchronize()`.
 
         That is this rank's gradients that are in no round yet, rounds that were not applied yet, where the rounds
-        stand, and the scheduler's state. It differs between ranks: each saves its own.
+        stand, and the scheduler's state. It differs between ranks: each saves its own. Over an `Elastic`
+        it is good for any rank of any number of them, and must be taken after `synchronize()`.
         """
+        rounds = self._rounds.state_dict()
+        idle = not rounds["deposits"]["count"] and not rounds["results"] and self._known is None
         own = {
-            "rounds": self._rounds.state_dict(),
+            "rounds": rounds,
+            "met": self._elastic is not None and idle,
             "applied": self.applied,
             "gradients": self.gradients,
             "settings": {"weighted": self._weighted, "scheduler": _name(self.scheduler)},
@@ -185,15 +209,32 @@ class EagerSGD(Wrapping):
             CollectiveError: Ranks give states of different rounds.
         """
         needs = ("rounds", "applied", "gradients", "settings", "scheduler")
-        wrapped, own = self.parts_of_state(state_dict, needs)
+        wrapped, own = self.parts_of_state(state_dict, needs, anyones="met")
         for name, now in (("weighted", self._weighted), ("scheduler", _name(self.scheduler))):
             if (then := own["settings"][name]) != now:
                 raise ValueError(f"the state is of an EagerSGD with {name}={then}, this one has {name}={now}")
-        self._rounds.load_state_dict(own["rounds"])
+        if self._elastic is not None and not own.get("met"):
+            raise ValueError(
+                "the state was not taken over an Elastic after synchronize(): take it there, before a step"
+            )
+        if self._elastic is None:
+            self._rounds.load_state_dict(own["rounds"])
         self.optimizer.load_state_dict(wrapped)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(own["scheduler"])
         self.applied, self.gradients, self._known = own["applied"], own["gradients"], None
+        if self._elastic is not None:
+            self._round, self._generation = own["rounds"]["machine"]["round"], 0
+            self._agree(self._elastic, finished=False)
+
+    def shared_state(self) -> dict[str, Any]:
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"applied": self.applied, "gradients": self.gradients, "round": self._round, "scheduler": scheduler}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        self.applied, self.gradients, self._round = state["applied"], state["gradients"], state["round"]
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
 
     def __enter__(self) -> Self:
         return self
@@ -220,16 +261,68 @@ class EagerSGD(Wrapping):
                 continue
             self._step(result)
 
+    def admit(self) -> bool:
+        """Has the others, and newcomers, meet in new rounds besides, where the group has changed."""
+        changed = False
+        while super().admit():
+            changed = True
+            if self._elastic is not None and not self.comm.leaving:
+                self._agree(self._elastic, finished=False)
+        return changed
+
     def _meet(self, *, finished: bool) -> bool:
         """Meets all ranks that have steps, and all others too where buffers are shared; whether all have finished."""
+        self.admit()
         self._apply(self._rounds.synchronize())
         self._known = None
         self.end_steps()
+        if self._elastic is not None:
+            self._round = self._rounds.round
+            return self._agree(self._elastic, finished=finished)
         if self._shared is None:
             return finished
         self._shared.at_boundary()
         unfinished = schedules.allreduce(torch.tensor([int(not finished)]), self.comm.rank, self.comm.size)
         return not run(unfinished, self.comm, facts="EagerSGD: who has finished").item()
+
+    def _agree(self, elastic: Elastic, *, finished: bool) -> bool:
+        """Lets ranks come and go where all have met; whether all have finished. A newcomer begins with it.
+
+        Rounds go on in a new `PartialAllreduce` where the group has changed. All open them by a second meeting, which
+        outlives deaths as rounds do, so that nobody trains on while another waits for him in vain.
+        """
+        together = partial(self._together, elastic, finished)
+        while True:
+            unfinished = elastic.atomic(together, self._part, self._opened)
+            if unfinished:
+                self.let_in(at_once=finished)
+            if self._generation == elastic.generation:
+                return not unfinished
+
+    def _together(self, elastic: Elastic, finished: bool) -> int:
+        """Number of ranks that have more steps, among the current ones, to whom rounds belong from now on."""
+        more = schedules.allreduce(torch.tensor([int(not finished)]), elastic.rank, elastic.size)
+        unfinished = run(more, elastic, facts="EagerSGD: who has finished")
+        if self._generation != elastic.generation:  # and nobody needs the last rounds any more
+            self._part()
+            quorum = self._settings.get("quorum", "majority")
+            rounds = self._settings.copy()
+            rounds["quorum"] = min(quorum, elastic.size) if isinstance(quorum, int) else quorum
+            self._rounds = PartialAllreduce(self._like, elastic.group, **rounds)
+            self._rounds.load_state_dict(_between(self._round, elastic.size), joins=True)
+            self._generation = elastic.generation
+        return int(unfinished.item())
+
+    def _opened(self) -> bool:
+        """Whether all current ranks have met in the rounds."""
+        for _ in self._rounds.synchronize():
+            pass
+        return self._rounds.complete
+
+    def _part(self) -> None:
+        """Leaves the rounds of a group that has changed, without waiting for anybody."""
+        if "_rounds" in self.__dict__:
+            self._rounds.__exit__(CollectiveError, CollectiveError("its ranks meet anew"), None)
 
     def _checked(self, weight: float | None) -> float:
         if weight is not None and not self._weighted:
@@ -257,6 +350,12 @@ class EagerSGD(Wrapping):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
+
+
+def _between(round_: int, size: int) -> dict[str, Any]:
+    """State of a `PartialAllreduce` between two rounds, where nothing is under way."""
+    everyone = {"missed": [0] * size, "running": [], "unfinished": [], "stage": Stage.RUNNING, "holds": False}
+    return {"machine": {"round": round_, "seed": 0, **everyone}, "results": []}
 
 
 def _name(scheduler: Any) -> str | None:

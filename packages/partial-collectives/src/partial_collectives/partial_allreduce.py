@@ -98,6 +98,11 @@ class PartialAllreduce:
         return self._rounds.machine.round
 
     @property
+    def complete(self) -> bool:
+        """Whether nobody was gone when ranks last met; the same on all ranks that are left."""
+        return self._rounds.machine.complete
+
+    @property
     def lateness(self) -> Lateness:
         """Ranks that were last, and by how much, as the ranks have told in their rounds."""
         return self._rounds.lateness

@@ -25,8 +25,8 @@ class Pulse:
         self._felt = 0
         answered.clear()
 
-    def feel(self, peers: Collection[int], waits: str) -> str:
-        """Asks the peers, every `seconds` of a wait; returns why waiting is in vain, "" where it is not.
+    def feel(self, peers: Collection[int], waits: str) -> list[int]:
+        """Asks the peers, every `seconds` of a wait; returns those that have not answered for the whole time-out.
 
         waits: who waits for whom, for a warning when it takes long.
         """
@@ -35,14 +35,18 @@ class Pulse:
         self._answered -= heard
         for peer in heard:
             self._unanswered[peer] = 0
+        if silent := [peer for peer in sorted(peers) if self._unanswered[peer] >= ASKS]:
+            return silent
         for peer in sorted(peers):
-            if self._unanswered[peer] >= ASKS:
-                return (
-                    f"rank {peer} has not answered for {self._timeout:g} s, not even in the background: its process is "
-                    "stopped, or cannot be reached"
-                )
             self._unanswered[peer] += 1
             self._ask(peer)
         if self._felt % (ASKS + 1) == 0:
             logger.warning("%s, for %g s now; all ranks live", waits, self._felt * self.seconds)
-        return ""
+        return []
+
+    def silence(self, peer: int) -> str:
+        """Reason for which a peer is not waited for any longer."""
+        return (
+            f"rank {peer} has not answered for {self._timeout:g} s, not even in the background: its process is "
+            "stopped, or cannot be reached"
+        )

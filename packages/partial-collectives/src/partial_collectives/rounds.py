@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any
 
-from communicators import Attempt, CollectiveError, Communicator, Schedule, Work, start
+from communicators import Attempt, CollectiveError, Communicator, LeftOutError, Schedule, Work, start
 from torch import Tensor
 
 from partial_collectives.collective import Ended, partial_round, recovery
@@ -113,8 +113,17 @@ class PartialRounds:
             except TimeoutError:
                 if self._comm.size == 1:
                     raise
-                if in_vain := pulse.feel(self._others - self._gone(), self._waits()):
-                    self._signals.fail(in_vain)
+                if silent := pulse.feel(self._others - self._gone(), self._waits()):
+                    self._give_up_on(silent, pulse.silence(silent[0]))
+
+    def _give_up_on(self, silent: Sequence[int], why: str) -> None:
+        """Goes on without ranks that do not answer, where they hear of it from their next group; else fails."""
+        if not (self._shrinks and self._comm.hasty):
+            self._signals.fail(why)
+            return
+        with self._lock:
+            for rank in silent:
+                self._do(self.machine.gone(rank))
 
     def take(self, *, meeting: int | None = None) -> list[PartialResult]:
         """Rounds that are over and were not taken yet; up to the meeting of this number, once that has been."""
@@ -301,7 +310,7 @@ class PartialRounds:
     def _check(self) -> None:
         self._signals.check()
         if self._left_out:
-            raise CollectiveError(self._left_out)
+            raise (LeftOutError if self._comm.hasty else CollectiveError)(self._left_out)
 
     def _waits(self) -> str:
         machine = self.machine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +9,8 @@ from dataclasses import replace
 import torch
 from communicators import CollectiveError, Communicator, buckets_of, run, schedules
 from torch import Tensor, nn
+
+from replicas.parameters import described
 
 
 def average_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: str) -> None:
@@ -52,10 +53,7 @@ def broadcast_parameters(named: Mapping[str, Tensor], comm: Communicator, *, wha
     Raises:
         CollectiveError: On all ranks: one has other settings, or parameters of other names, shapes, dtypes or order.
     """
-    listed = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named.items()]
-    elements, crc = sum(p.numel() for p in named.values()), zlib.crc32(";".join(listed).encode())
-    alike = f"{len(named)} parameters of {elements} elements, names and shapes {crc:08x}"
-    broadcast_tensors(list(named.values()), comm, facts=f"{what}({settings}, {alike})")
+    broadcast_tensors(list(named.values()), comm, facts=f"{what}({settings}, {described(named)})")
 
 
 class Buffers:
@@ -135,12 +133,21 @@ def restored(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _replace(tensors: Sequence[Tensor], comm: Communicator, facts: str, *, averages: bool) -> None:
-    """Replaces tensors by their means, or by rank 0's, bucket by bucket."""
+    """Replaces tensors by their means, or by rank 0's, once all have come."""
     collective = schedules.allreduce if averages else schedules.broadcast
-    for bucket in buckets_of(tensors):
-        dtype = torch.promote_types(bucket.dtype, torch.float32) if averages else bucket.dtype
-        bucket = replace(bucket, dtype=dtype)
-        schedule = collective(bucket.gather(tensors), comm.rank, comm.size)
-        said = f"{facts} of {bucket.numel} elements, {dtype}"
-        total = run(schedule, comm, facts=said, device=bucket.device)
-        bucket.scatter(total.div_(comm.size) if averages else total, tensors)
+    buckets = [
+        replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32)) if averages else bucket
+        for bucket in buckets_of(tensors)
+    ]
+
+    def exchange() -> list[Tensor]:
+        totals = []
+        for bucket in buckets:
+            schedule = collective(bucket.gather(tensors), comm.rank, comm.size)
+            said = f"{facts} of {bucket.numel} elements, {bucket.dtype}"
+            total = run(schedule, comm, facts=said, device=bucket.device)
+            totals.append(total.div_(comm.size) if averages else total)
+        return totals
+
+    for bucket, total in zip(buckets, comm.atomic(exchange), strict=True):
+        bucket.scatter(total, tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -79,3 +80,10 @@ def _numbered(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         names = group.get("param_names") or [f"parameter {len(pairs) + i}" for i in range(len(group["params"]))]
         pairs += zip(names, group["params"], strict=True)
     return pairs
+
+
+def described(named: Mapping[str, Tensor]) -> str:
+    """Parameters in a few words, which differ for other names, shapes, dtypes or order."""
+    listed = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named.items()]
+    elements, crc = sum(p.numel() for p in named.values()), zlib.crc32(";".join(listed).encode())
+    return f"{len(named)} parameters of {elements} elements, names and shapes {crc:08x}"

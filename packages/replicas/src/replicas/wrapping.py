@@ -6,17 +6,18 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
+import torch
 from communicators import Communicator, as_communicator, run, schedules
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
 from replicas.averaging import broadcast_parameters, broadcast_tensors
-from replicas.parameters import named_of, trained_of
+from replicas.parameters import described, named_of, trained_of
 from replicas.process_group import refuse_alone, warn_of_ddp
+from replicas.replaced import ReplacedParameters
 from replicas.states import STATE_KEY, check_saved_by, gathered_state, saved_by, state_of_rank
 from replicas.unlike import refuse_unlike
 from replicas.wrapped_state import check_loaded, refuse_torch_helpers, saved_optimizer
@@ -96,12 +97,14 @@ class Wrapping(Optimizer):
                 f"parameters {sharded} are DTensors, of which each rank holds another part: {self.instead_of_shards}"
             )
         self._given, self._comm = comm, as_communicator(comm)
+        self._given_state: Mapping[str, Any] | None = None
+        self._took_over = self._admits = False
         trained = trained_of(named, self.what)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, self.named, self.trained = optimizer, named, trained
         self._share()
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
-        self._replaced, self._apart, self._used = _Replaced(trained, self.what), [0], False
+        self._replaced, self._apart, self._used = ReplacedParameters(trained, self.what), [0], False
         optimizer._wrapping = weakref.ref(self)  # type: ignore[attr-defined]  # the last one made
         if self._comm.rank == 0:  # once is enough
             weakref.finalize(self, _tell, self._apart, self.what)
@@ -124,14 +127,110 @@ class Wrapping(Optimizer):
             CollectiveError: On all ranks: they differ in settings, in names or shapes or, without `broadcast`, in the
                 bits of parameters.
         """
+        self._alike = f"{self.what}({settings}, {described(self.named)})"
+        self._model = model
+        self._comm.claim(self, anew=True)
+        if self._comm.joining:
+            self._take_over(self._comm.take())
+            return
         if not broadcast:
             facts = f"{self.what}({settings}, broadcast=False)"
-            run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
-            refuse_unlike(self.named, self._comm)
+
+            def compared() -> None:
+                run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
+                refuse_unlike(self.named, self._comm)
+
+            self._comm.atomic(compared)
             return
-        broadcast_parameters(self.named, self._comm, what=self.what, settings=settings)
         buffers = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
-        broadcast_tensors(buffers, self._comm, facts=f"buffers of {self.what}")
+
+        def copy() -> None:
+            broadcast_parameters(self.named, self._comm, what=self.what, settings=settings)
+            broadcast_tensors(buffers, self._comm, facts=f"buffers of {self.what}")
+
+        self._comm.atomic(copy)
+
+    def let_in(self, *, at_once: bool = False) -> None:
+        """Opens an elastic group for ranks that come and go, at the end of a step; every rank calls it there.
+
+        at_once: no step of this rank's follows; else what comes before the next one, as a metric or a checkpoint of all
+        ranks, is still done by those who have taken this one, and a scheduler's step is in a newcomer's state.
+        """
+        self._comm.claim(self)
+        self._admits = True
+        if at_once or self._comm.leaving:
+            Wrapping.admit(self)
+
+    def admit(self) -> bool:
+        """Lets ranks come and go, once after `let_in`; returns whether the group has changed.
+
+        Called when the next step begins; an `Elastic` calls it before that, when it deals the next batch.
+        """
+        if not self._admits:
+            self._comm.serve(self._for_newcomer)
+            return False
+        self._admits = False
+        return self._comm.boundary(self._for_newcomer)
+
+    def shared_state(self) -> dict[str, Any]:
+        """State besides parameters and wrapped optimizer that a newcomer to an elastic group gets from this rank."""
+        return {}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from another rank's `shared_state`; nothing of what that rank keeps for itself is in it."""
+
+    @property
+    def enters(self) -> bool:
+        """Whether this is a newcomer to an elastic group whose constructor has not come to `enter` yet."""
+        return self._given_state is not None
+
+    def enter(self) -> None:
+        """Ends the constructor: a newcomer to an elastic group goes on from the state that another rank gave."""
+        given, self._given_state = self._given_state, None
+        if given is not None:
+            self.optimizer.load_state_dict(check_loaded(given["wrapped"], given["held"]))
+            self.load_shared_state(given["own"])
+            torch.set_rng_state(given["generator"])
+            self._took_over = True
+
+    def refuse_to_load(self) -> None:
+        """Refuses a checkpoint on a newcomer to an elastic group, which has the others' state, and leaves them.
+
+        Raises:
+            RuntimeError: This is such a newcomer, before its first exchange.
+        """
+        if self._took_over:
+            self._comm.close()
+            raise RuntimeError(
+                "this rank has come to a running training, and has the state of those who train: load a checkpoint "
+                "only where world.joining is False, asked before the optimizer is made"
+            )
+
+    def _for_newcomer(self) -> dict[str, Any]:
+        wrapped, held = saved_optimizer(self.optimizer, stepped=True)
+        return {
+            "alike": self._alike,
+            "parameters": {name: p.detach() for name, p in self.named.items()},
+            "buffers": [] if self._model is None else list(self._model.buffers()),
+            "wrapped": wrapped,
+            "held": held,
+            "own": self.shared_state(),
+            "generator": torch.get_rng_state(),
+        }
+
+    def _take_over(self, given: Mapping[str, Any]) -> None:
+        """Takes parameters and buffers that another rank gave; the rest waits for `enter`."""
+        if given["alike"] != self._alike:
+            self._comm.close()
+            raise ValueError(
+                f"this rank has come to a training with other settings or another model: that is {given['alike']}, "
+                f"this one {self._alike}; start it as those who train were started"
+            )
+        own = [*self.named.values(), *([] if self._model is None else self._model.buffers())]
+        with torch.no_grad():
+            for tensor, value in zip(own, [*given["parameters"].values(), *given["buffers"]], strict=True):
+                tensor.copy_(value)
+        self._given_state = given
 
     def check_step(self, *, apart: bool = False) -> None:
         """Checks, at the beginning of a step, that it would train what the model uses.
@@ -161,6 +260,7 @@ class Wrapping(Optimizer):
         if self._given is None and self._comm.size == 1:
             refuse_alone(self._a_wrapper)
         self._refuse_changes()
+        self._took_over = False  # from now on it is one of them
 
     def end_steps(self) -> None:
         """Notes that all ranks hold the same, or that this rank's state was saved.
@@ -197,6 +297,7 @@ class Wrapping(Optimizer):
             ValueError: The state is of another rank or number of ranks, or lacks something.
         """
         refuse_torch_helpers(self.what)
+        self.refuse_to_load()
         rank, size = self._comm.rank, self._comm.size
         state = state_of_rank(state, rank, size, advice=self.advice)
         if (saved := state.get(STATE_KEY, {})).get(anyones) is True:
@@ -214,7 +315,8 @@ class Wrapping(Optimizer):
         Raises:
             CollectiveError: `state_dict` raises on another rank, which is named.
         """
-        return gathered_state(self.state_dict, self._comm, advice=self.advice, alike=self.alike)
+        comm, advice, alike = self._comm, self.advice, self.alike
+        return comm.atomic(lambda: gathered_state(self.state_dict, comm, advice=advice, alike=alike))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group while the optimizer is made; later every rank would have to agree on what is exchanged.
@@ -314,56 +416,3 @@ def _share_again(wrapping: weakref.ref[Wrapping], optimizer: Optimizer) -> None:
 def _is_zero(rate: Any) -> bool:
     """Whether a learning rate is 0; one on a device is not read, and counts as another."""
     return not (isinstance(rate, Tensor) and rate.device.type != "cpu") and float(rate) == 0
-
-
-class _Replaced:
-    """Parameters that a module has replaced by others since; a look at it costs nothing.
-
-    `load_state_dict(assign=True)` replaces them, and so does `module.weight = nn.Parameter(…)`: an optimizer over the
-    old ones would train what nothing uses any more. torch has one hook for all parameters that modules are given: there
-    is a single one of ours, and it stays.
-
-    named: by name, kept alive by the holder of this object. owner: the wrapper of their optimizer.
-    """
-
-    def __init__(self, named: Mapping[str, Tensor], owner: str) -> None:
-        self._names, self._owner = {id(p): name for name, p in named.items()}, owner
-        self._gone: dict[int, tuple[str, Tensor]] = {}
-        _hooked()
-        _WATCHING.add(self)
-
-    def note(self, old: Tensor, new: Tensor) -> None:
-        """Notes that a module has `new` in the place of `old` from now on."""
-        self._gone.pop(id(new), None)
-        if id(old) in self._names and id(new) not in self._names:
-            self._gone[id(old)] = self._names[id(old)], old
-
-    def refuse(self) -> None:
-        """Raises ValueError where parameters were replaced, before they are stepped.
-
-        One that still gets gradients is in use: another module that shared it has let go of it.
-        """
-        lost = [name for name, p in self._gone.values() if p.grad is None or not bool(p.grad.any())]
-        if lost:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise ValueError(
-                f"the model has other parameters now than this {self._owner} was made of: {lost[0]!r}{more} of "
-                f"{len(self._names)} were replaced, as "
-                "load_state_dict(..., assign=True) does, so that a step would train what the model no longer uses: "
-                f"load with assign=False, or make optimizer and {self._owner} anew, on every rank"
-            )
-
-
-_WATCHING: weakref.WeakSet[_Replaced] = weakref.WeakSet()
-
-
-@cache
-def _hooked() -> Any:
-    return register_module_parameter_registration_hook(_registered)
-
-
-def _registered(module: nn.Module, name: str, new: Tensor) -> None:
-    old = module._parameters.get(name)
-    if old is not None and old is not new:
-        for watching in list(_WATCHING):
-            watching.note(old, new)

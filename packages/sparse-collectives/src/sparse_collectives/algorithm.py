@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
@@ -181,6 +182,18 @@ class Algorithm(ABC):
             ValueError: They do not.
         """
 
+    def fitted(self, size: int) -> Self:
+        """The same algorithm for a number of ranks that has changed, with options that fit it.
+
+        Args:
+            size: P.
+
+        Raises:
+            ValueError: Options do not fit, and cannot be adapted.
+        """
+        self.check(size)
+        return self
+
     @abstractmethod
     def schedule(
         self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
@@ -287,9 +300,9 @@ class Algorithm(ABC):
         """Its own settings."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "wire"}
 
-    @property
+    @cached_property
     def settings(self) -> list[str]:
-        """The options as text, which all ranks must share."""
+        """The options as text, which all ranks must share; made once, because every call asks."""
         return [f"{key}={value}" for key, value in self.options.items()]
 
     def facts(self, *what: str, state: State | None = None) -> str:

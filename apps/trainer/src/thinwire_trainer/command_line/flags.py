@@ -22,6 +22,7 @@ from thinwire_trainer.command_line.parser import (
     parser_of,
     spelt,
 )
+from thinwire_trainer.command_line.quantities import NO_DELAY
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.synchronisers.table import AUTO, CHOOSING, OPTIMIZERS, TABLE, Entry, Synchronisation, owners
 
@@ -87,13 +88,16 @@ def _checked(
 ) -> Options:
     """said: what the command line or the file say; all else has its default."""
     given.algorithm = _algorithm(given, table)
-    given.nworkers = _nworkers(given.nworkers, world_size)
     entry = table[given.algorithm]
+    _check_elastic(given, entry)
+    given.nworkers = _nworkers(given.nworkers, world_size)
     entry.require_installed(given.algorithm)
     given.own = _own(given, entry, table, app.defaults)
     given.app = {flag.name: vars(given).pop(flag.name) for flag in app.flags}
     given.own_flags = (*entry.flags, *app.flags)
-    entry.check(given.own, given.nworkers)
+    entry.check(given.own, given.nworkers if given.elastic is None else 0)
+    if given.elastic is not None and given.own.get("inject_delay", NO_DELAY) != NO_DELAY:
+        raise RunError("--inject-delay names ranks, and those of --elastic change: leave it out")
     _check_overlap(given, entry)
     _check_optimizer(given, entry, said)
     _check_momentum(given, entry)
@@ -137,6 +141,28 @@ def _nworkers(asked: int | None, world_size: int | None) -> int:
             f"or leave --nworkers out"
         )
     return asked or world_size or 1
+
+
+def _check_elastic(given: Namespace, entry: Entry) -> None:
+    if given.elastic is None:
+        if given.at_least is not None:
+            raise RunError(f"--at-least {given.at_least} is for ranks that come and go: give it with --elastic")
+        return
+    if not entry.elastic:
+        why = "measures a fixed number of ranks" if given.algorithm == AUTO else "counts on a fixed number of ranks"
+        raise RunError(f"--elastic is not for {given.algorithm}, which {why}: take another --algorithm")
+    if given.nworkers is not None:
+        raise RunError(
+            f"--nworkers {given.nworkers} starts a fixed number of ranks: leave it out, and start every elastic rank "
+            f"by itself; --at-least says how many train"
+        )
+    if given.backend == "nccl":
+        raise RunError("--backend nccl is for a fixed number of ranks, elastic ones talk by gloo: leave it out")
+    if given.checkpoint_every:
+        raise RunError(
+            f"--checkpoint-every {given.checkpoint_every} is of a fixed number of ranks; elastic ones write a "
+            f"checkpoint at the end of each epoch: leave it out"
+        )
 
 
 def _own(given: Namespace, entry: Entry, table: Mapping[str, Entry], defaults: Mapping[str, object]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ Settings = dict[str, str | int | float | list[int] | None]
 KEEP = 2
 """Checkpoints, where --keep does not say."""
 
-PER_RANK = {"nworkers", "oversubscribe", "data_dir", "download", "readers", "output", "tensorboard"}
+PER_RANK = {"nworkers", "elastic", "oversubscribe", "data_dir", "download", "readers", "output", "tensorboard"}
 """Flags that may differ between ranks."""
 NOT_SETTINGS = PER_RANK | {
+    "at_least",
     "device",
     "backend",
     "resume",
@@ -37,6 +38,7 @@ BEFORE: Settings = {
     "amp": False,
     "compile": False,
     "overlap": False,
+    "elastic": False,
 }
 
 OWN = ("own", "app", "own_flags")  # fields that are no flags themselves
@@ -54,7 +56,7 @@ class Options:
     dataset: str
     algorithm: str
     overlap: bool  # of the exchange with backward
-    batch_size: int  # samples per rank and step
+    batch_size: int  # samples per rank and step; elastic: of all ranks together
     optimizer: str  # "sgd" or "adamw"
     lr: float
     momentum: float  # of AdamW β₁
@@ -68,6 +70,8 @@ class Options:
     milestones: list[int] | None  # epochs, ascending; None: where the schedule has them
     seed: int
     nworkers: int
+    elastic: str | None  # where ranks that come and go meet; "": in the Store of torchrun's agent
+    at_least: int | None  # of those
     device: str  # "auto", "cpu" or "cuda"
     backend: str  # torchrun's: "gloo" or "nccl"
     amp: bool  # autocast to bfloat16
@@ -105,6 +109,7 @@ class Options:
         """Flags that a run and its continuation must share: numbers and names only."""
         free = {flag.name for flag in self.own_flags if not flag.shapes} | NOT_SETTINGS
         chosen = {name: value for name, value in self.flags().items() if name not in free}
+        chosen["elastic"] = self.elastic is not None  # not where: a batch is of all ranks there
         if self.lr_schedule == "constant" or self.milestones:
             del chosen["max_epochs"]  # nothing else depends on where the end is
         return chosen

@@ -72,6 +72,7 @@ OPTIMISATION = (
 )
 MACHINE = (
     Flag("nworkers", None, "ranks; without a launcher this many are started", read=quantities.count, metavar="N"),
+    Flag("at_least", None, "elastic ranks that train, else they wait (default: 1)", read=quantities.count, metavar="N"),
     Flag("device", "auto", "auto: a GPU of its own for each local rank, if there is", choices=("auto", "cpu", "cuda")),
     Flag("backend", "gloo", "between torchrun's ranks; nccl: GPUs", choices=("gloo", "nccl")),
     Flag("amp", False, "forward passes of training in bfloat16 (autocast)"),
@@ -126,6 +127,12 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     _add(parser.add_argument_group("optimisation"), OPTIMISATION)
     machine, run = parser.add_argument_group("machine"), parser.add_argument_group("run")
     _add(machine, MACHINE)
+    elastic = (
+        "train with every process that is started with this command, at any time: they meet at HOST:PORT of `python -m "
+        "communicators.elastic`, by default in the Store of torchrun's agent. --batch-size is then of all ranks "
+        "together. A rank that the others left out, because it was stopped or cut off, ends with code 1: start it again"
+    )
+    machine.add_argument("--elastic", nargs="?", const="", type=meeting, metavar="HOST:PORT", help=elastic)
     machine.add_argument("--oversubscribe", action="store_true", help="start more workers than the cores can bear")
     _add(run, RUN)
     run.add_argument("--overwrite", action="store_true", help="delete the run that --output holds")
@@ -140,6 +147,14 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     _add(of_the_app or parser, app.flags)
     parser.set_defaults(**{name: value for name, value in app.defaults.items() if name not in own})
     return parser
+
+
+def meeting(text: str) -> str:
+    """Address of a meeting place, as it was given; "" where none was."""
+    host, _, port = text.rpartition(":")
+    if text and not (host and port.isdecimal()):
+        raise ArgumentTypeError(f"given {text!r}, expected HOST:PORT of python -m communicators.elastic")
+    return text
 
 
 def _add(group: Any, flags: Sequence[Flag]) -> None:

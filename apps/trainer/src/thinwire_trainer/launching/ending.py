@@ -47,7 +47,7 @@ def exit_code(work: Callable[[], None], place: Placement, *, program: str) -> in
     except SystemExit as error:  # a code of 0 would tell the launcher that all is well
         complain(program, f"sys.exit({error.code!r}) was called during the run, which ends itself: leave that out")
     except Exception:
-        traceback.print_exc()
+        sys.stderr.write(traceback.format_exc())  # at once: mpiexec drops what it has not read when the job is aborted
     else:
         return 0
     _abort(place)
@@ -65,9 +65,11 @@ def _abort(place: Placement) -> None:
         from mpi4py import MPI
 
         sys.stderr.flush()
+        time.sleep(FORWARD_SECONDS)
         MPI.COMM_WORLD.Abort(1)
 
 
+FORWARD_SECONDS = 0.5  # in which mpiexec passes on what was written, before an abort
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PATIENCE = 20.0  # seconds that ranks have to agree and write; Slurm gives 30 before it kills
 LOOK = 1.0  # seconds between looks at the parent

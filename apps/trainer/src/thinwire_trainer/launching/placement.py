@@ -71,15 +71,20 @@ def first_complaint(complaint: str, place: Placement) -> str:
 
 
 @contextmanager
-def joined(place: Placement, backend: str = "gloo") -> Iterator[Communicator]:
+def joined(
+    place: Placement, backend: str = "gloo", *, elastic: str | None = None, at_least: int | None = None
+) -> Iterator[Communicator]:
     """This rank's communicator: MPI's under an MPI launcher, torch.distributed's under torchrun, else of one rank.
 
     backend: torchrun's. By "gloo" what a GPU sends is staged through the host's memory; by "nccl" it goes directly.
+    elastic: where ranks that come and go meet instead, see `Options`.
     """
-    from communicators import as_communicator
+    from communicators import Elastic, as_communicator
     from torch import distributed
 
-    if place.uses_mpi:
+    if elastic is not None:
+        yield Elastic(elastic or None, at_least=at_least or 1)
+    elif place.uses_mpi:
         yield as_communicator(_mpi_world(place))
     elif place.launcher == "torchrun":
         direct = backend == "nccl"

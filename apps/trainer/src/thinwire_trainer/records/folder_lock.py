@@ -41,21 +41,30 @@ def locked(folder: Path, comm: Communicator, *, advice: str = GO_ON) -> Iterator
     """Keep other runs out of `folder`, which exists, during the block; on every rank.
 
     AgreedError says who holds it, or which rank does not see the same folder. advice: on a full disk.
+    Elastic ranks share it, so that it is held as long as one of them lives.
     """
-    path, descriptor, record = folder / NAME, None, ""
+    path, descriptor, record, ended = folder / NAME, None, "", False
     try:
         with all_or_none(comm, advice=advice):
             if comm.rank == 0:
                 descriptor = acquired(path)
                 record = _signed(path, descriptor)
+                if comm.elastic:
+                    _share(descriptor)
         record = gather_texts(record, comm)[0]
         with all_or_none(comm):
-            _require_shared(folder, record)
+            if not comm.joining:
+                _require_shared(folder, record)
+            if comm.elastic and descriptor is None:
+                descriptor = _opened(path)
+                _share(descriptor)
         yield
+        ended = True
     finally:
         if descriptor is not None:
             with suppress(OSError):  # the run's own outcome matters more
-                path.unlink()
+                if not comm.elastic or (ended and comm.rank == 0):
+                    path.unlink()
             os.close(descriptor)
 
 
@@ -73,6 +82,11 @@ def acquired(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # given back, and so deleted, between our opening and locking it
+
+
+def _share(descriptor: int) -> None:
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _signed(path: Path, descriptor: int) -> str:

@@ -41,6 +41,10 @@ class MetricsFile:
         content = self._content()
         return len(content), hashlib.sha256(content).hexdigest()
 
+    def nbytes(self) -> int:
+        """Length of the file so far."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
     def append(self, row: Row) -> None:
         """Add one epoch; on return it has reached the disk, because a checkpoint that follows counts on it."""
         with naming(self.path), self.path.open("a") as file:
@@ -102,6 +106,14 @@ class TrainingProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+
+    def speaks(self, speaks: bool) -> None:
+        """Whether notes are shown: rank 0 may be another one by now."""
+        self._console.quiet = not speaks
+
+    def say(self, text: str) -> None:
+        """One line of this rank's own, whichever it is."""
+        print(text, flush=True)
 
     def note(self, text: str) -> None:
         """One line of its own. Raises OSError where it cannot be written, such as to a full disk."""

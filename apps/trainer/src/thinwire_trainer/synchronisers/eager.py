@@ -61,6 +61,8 @@ class Eager(Synchroniser):
     wait: holds this rank up, for an experiment, at the beginning of a step.
     """
 
+    optimizer: EagerSGD
+
     def __init__(self, model: nn.Module, optimizer: EagerSGD, rates: LambdaLR, wait: Callable[[int], None]) -> None:
         super().__init__(model)
         self.optimizer, self.rates, self.steps, self._wait = optimizer, rates, 0, wait

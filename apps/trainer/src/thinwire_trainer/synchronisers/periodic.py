@@ -40,6 +40,8 @@ MAKERS: dict[str, Callable[..., PeriodicAveraging]] = dict(ALGORITHMS)
 class Periodic(Synchroniser):
     """An optimizer of local_sgd, and the rate by its steps."""
 
+    optimizer: PeriodicAveraging
+
     def __init__(self, model: nn.Module, optimizer: PeriodicAveraging, rates: Rates) -> None:
         super().__init__(model)
         self.optimizer, self.schedule = optimizer, rates(optimizer)

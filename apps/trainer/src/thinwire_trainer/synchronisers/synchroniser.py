@@ -39,6 +39,11 @@ class Synchroniser(ABC):
     these two, `settle` and `finish` count as communication; what goes on in the background costs bytes only.
     """
 
+    optimizer: Any
+    """What wraps this rank's optimizer, where ranks may come and go."""
+    schedule: LambdaLR
+    """Of its rate, there."""
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
@@ -73,7 +78,8 @@ class Synchroniser(ABC):
     def finish(self) -> None:  # noqa: B027 - some have nothing under way
         """This rank has no more steps for now: ends what is under way, and takes part until the others have ended too.
 
-        Called once, right after the run's last step. A longer run that goes on from there begins with what this leaves.
+        Called right after the run's last step, and an epoch's where ranks may come and go. A longer run that goes on
+        from there begins with what this leaves.
         """
 
     def close(self) -> None:  # noqa: B027 - most hold nothing

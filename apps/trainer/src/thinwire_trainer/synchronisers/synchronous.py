@@ -62,6 +62,8 @@ class SynchronousSGD(Synchroniser):
     wait: holds this rank up, for an experiment, at the beginning of a step.
     """
 
+    optimizer: DistributedOptimizer | UpdateOptimizer
+
     def __init__(
         self,
         model: nn.Module,

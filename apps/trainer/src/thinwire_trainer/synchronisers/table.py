@@ -33,6 +33,8 @@ class Entry:
     """Flags and limits of an `--algorithm`.
 
     compressors: what --compressor calls it. check: (own values, workers); raises RunError for what does not fit.
+    workers: 0 where ranks may come and go.
+    elastic: whether they may.
     overlaps: whether its exchange may begin during backward.
     nesterov: whether its momentum is SGD's own, which has this form.
     optimizers: the values of --optimizer that it makes something of.
@@ -45,6 +47,7 @@ class Entry:
     overlaps: bool = False
     compressors: Sequence[str] = ()
     check: Callable[[Mapping[str, Value], int], None] = lambda own, workers: None
+    elastic: bool = False
     needs: str = ""
 
     def require_installed(self, name: str) -> None:
@@ -147,6 +150,7 @@ SYNCHRONOUS = "thinwire_trainer.synchronisers.synchronous"
 DENSE = Synchronisation(
     make=lazily(f"{SYNCHRONOUS}:dense"),
     flags=(DENSE_WIRE, NONFINITE, VERIFY, INJECT_DELAY),
+    elastic=True,
     compressors=("none",),
     optimizers=OPTIMIZERS,
     overlaps=True,
@@ -154,12 +158,17 @@ DENSE = Synchronisation(
 SPARSE = Synchronisation(
     make=lazily(f"{SYNCHRONOUS}:sparse"),
     flags=(DENSITY, DENSITY_WARMUP, WIRE, NONFINITE, VERIFY),
+    elastic=True,
     nesterov=False,
     optimizers=OPTIMIZERS,
     overlaps=True,
 )
 WHOLE = Synchronisation(
-    make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY), optimizers=OPTIMIZERS, overlaps=True
+    make=lazily(f"{SYNCHRONOUS}:whole"),
+    flags=(NONFINITE, VERIFY),
+    elastic=True,
+    optimizers=OPTIMIZERS,
+    overlaps=True,
 )
 
 SYNC_EVERY = Flag("sync_every", 4, "steps between averages", read=quantities.count, metavar="STEPS")
@@ -190,7 +199,10 @@ COMPRESS = Flag(
 FRAGMENTS = Flag("fragments", 4, "that travel one after another", read=quantities.count)
 DELAY = Flag("delay", 1, "between a fragment's launch and its use", read=quantities.count_or_zero, metavar="STEPS")
 PERIODIC = Synchronisation(
-    make=lazily("thinwire_trainer.synchronisers.periodic:periodic"), flags=(SYNC_EVERY,), optimizers=OPTIMIZERS
+    make=lazily("thinwire_trainer.synchronisers.periodic:periodic"),
+    flags=(SYNC_EVERY,),
+    elastic=True,
+    optimizers=OPTIMIZERS,
 )
 
 AVERAGING: dict[str, dict[str, Any]] = {

@@ -86,6 +86,16 @@ def agreed_steps(batches: Batches, options: Options, comm: Communicator) -> int:
     return steps
 
 
+def steps_dealt(task: Task, options: Options) -> int:
+    """Steps in an epoch of ranks that come and go, who deal the samples; RunError for a task with its own batches."""
+    if isinstance(task, Batches):
+        raise RunError(
+            f"--elastic deals samples one by one, and {options.dnn} on {options.dataset} has batches of its own, for a "
+            f"fixed number of ranks: leave --elastic out"
+        )
+    return -(-task.train_size // options.batch_size)
+
+
 def shard_of(batches: Batches, options: Options, comm: Communicator, *, epoch: int, steps: int) -> Sequence[Any]:
     """This rank's batches of an epoch; AgreedError unless they are as many as steps on every rank."""
     with all_or_none(comm):

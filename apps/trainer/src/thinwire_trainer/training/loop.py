@@ -90,7 +90,10 @@ def stop(training: Training, number: int) -> None:
 
 def report(training: Training, row: Row) -> None:
     """The end of an epoch, to the disk and the user; rank 0 does it for all."""
+    training.progress.speaks(training.comm.rank == 0)
     if training.comm.rank == 0:
+        if training.options.tensorboard and not training.events:  # of a rank 0 that has died
+            training.events = Events(training.folder.events, first_step=training.steps)
         training.folder.metrics.append(row)
         training.progress.epoch(row)
         if training.events:

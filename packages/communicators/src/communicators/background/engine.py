@@ -123,9 +123,13 @@ class Engine:
             time.sleep(BUSY_SECONDS)
             self._advance_all()
 
+    def busy(self, kind: Callable[[Driven], bool]) -> bool:
+        """Whether work of this kind lingers."""
+        return any(driven.lingers and kind(driven) for driven in list(self._driven))
+
     def drain(self, kind: Callable[[Driven], bool] = lambda _: True) -> None:
         """Waits until no work of this kind lingers, in the calling thread where the engine's has ended."""
-        while any(driven.lingers and kind(driven) for driven in list(self._driven)):
+        while self.busy(kind):
             if not self.drives:
                 self._advance_all()
                 self._listen()

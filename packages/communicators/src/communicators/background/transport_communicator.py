@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
@@ -29,7 +29,7 @@ from communicators.background.streams import SideStream, SideStreams, owned_here
 from communicators.background.transport import PeerLost, Pending, Transport
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
-from communicators.schedule import Elapse, Received, Round, Schedule
+from communicators.schedule import Elapse, Received, Round, Schedule, among
 from communicators.schedules.dense import barrier
 from communicators.signals import Attempt, OnSignal, Signals
 from communicators.tracing import labelled
@@ -41,8 +41,12 @@ FAIL_SECONDS = 10.0
 """Upper bound on the end of a call in flight on a failed communicator, which comes much sooner."""
 REPORT_SECONDS = 2.0
 """Wait after which a rank tells its peers what it waits for."""
+RETIRE_SECONDS = 1.0
+"""Longest time that messages of a retired communicator may take to be sent."""
 LATE_ABORT_SECONDS = 0.8
 """Wait for an abort reason by a rank that has waited for its whole time-out."""
+HASTY_ABORT_SECONDS = 0.2
+"""The same where the communicator is `hasty`."""
 CPU = torch.device("cpu")
 _NO_STREAM = nullcontext()
 
@@ -146,7 +150,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         """Notes a peer that is gone: `watch` requests an abort, unless a control message has said why."""
         self._lost = lost
         self.control.lose(lost.peer)
-        if lost.died or self.control.alone:
+        if lost.died or self.control.alone or self.comm.hasty:
             self._request_abort(errors.lost(lost.peer), lost.error)
 
     def watch(self) -> None:
@@ -163,7 +167,8 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
             self._request_abort(errors.lost(self._lost.peer), self._lost.error)
         elif waited > self._timeout:
-            self._request_abort(f"{TIMED_OUT} after {self._timeout:g} s: {waiting}", patience=LATE_ABORT_SECONDS)
+            patience = HASTY_ABORT_SECONDS if self.comm.hasty else LATE_ABORT_SECONDS
+            self._request_abort(f"{TIMED_OUT} after {self._timeout:g} s: {waiting}", patience=patience)
         elif waited > min(REPORT_SECONDS, self._timeout / 2) and not self._reported:
             self._reported = True
             control.waits(call.number, call.facts, missing)
@@ -344,7 +349,7 @@ class TransportCommunicator(Communicator):
         for outstanding in list(self._outstanding):
             if not outstanding.is_over(FAIL_SECONDS if failed else 0.0) and not failed:
                 raise RuntimeError("close() while calls that were started are in flight: wait() for them first")
-        self.engine.drain(lambda driven: isinstance(driven, UnsentMessages) and driven.control is self.control)
+        self.engine.drain(self._is_unsent)
         self.engine.forget(self.control)
         missing = depart([self.control], CLOSED, None if self.control.abort_reason else self.timeout)
         missing = sorted(set(missing) - self.control.lost)  # those have died
@@ -358,6 +363,35 @@ class TransportCommunicator(Communicator):
             self.messages_sent += messages
         if self.origin is not None:
             self.origin.count(nbytes, messages)
+
+    def aside(self, schedule: Schedule[T], members: Sequence[int], *, facts: str) -> Work[T]:
+        return cast(Work[T], self.attempt(among(schedule, members, facts), facts))
+
+    def retire(self) -> None:
+        """Closes it as soon as what was sent has gone, in a thread of its own, and waits for nobody."""
+        threading.Thread(target=self._retire, name="communicators-retire").start()
+
+    def _is_unsent(self, driven: Driven) -> bool:
+        return isinstance(driven, UnsentMessages) and driven.control is self.control
+
+    def _retire(self) -> None:
+        end = time.monotonic() + RETIRE_SECONDS
+        while self.engine.busy(self._is_unsent) and time.monotonic() < end:
+            time.sleep(SPIN_SECONDS)
+        self.engine.forget(self.control)
+        depart([self.control], CLOSED, 0.0)
+
+    @property
+    def failure(self) -> str | None:  # type: ignore[override]
+        """Reason for which all its calls fail, None while they do not."""
+        return self.control.abort_reason
+
+    @property
+    def ended(self) -> set[int]:  # type: ignore[override]
+        """The peers that have left, or whose connection is closed; not those that have closed this communicator."""
+        left = self.control.departed
+        known = left.keys() | set(self.transport.unreachable())
+        return {peer for peer in known if left.get(peer) != CLOSED}
 
     @property
     def gone(self) -> set[int]:

@@ -98,6 +98,8 @@ class EventLoop:
         self._poison: dict[Context | None, CollectiveError] = {}  # None: of the whole world
         self._bereaved: CollectiveError | None = None  # of all communicators but these:
         self.outliving: set[Context] = set()
+        self.groups: dict[Context, frozenset[int]] = {}  # communicators that only the end of one of their ranks ends
+        self.boards: dict[str, dict[str, str]] = {}
         self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
         self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
@@ -196,10 +198,13 @@ class EventLoop:
 
     def _drain(self) -> None:
         while self._events:
-            time, _, _, action, live = heapq.heappop(self._events)
+            event = time, _, _, action, live = heapq.heappop(self._events)
             if live is not None and not live():
                 continue
             self._expire(before=time)
+            if self._events and self._events[0] < event:  # who was told that its call timed out goes on before that
+                heapq.heappush(self._events, event)
+                continue
             self.now = max(self.now, time)
             action()
             self._carry_out()  # a schedule may send signals too
@@ -230,6 +235,11 @@ class EventLoop:
         seconds = self.world.link.seconds(nbytes)
         return seconds + self.world.jitter * self._draw() if self.world.jitter else seconds
 
+    def let_through(self, rank: int, peer: int, arrive: Action) -> None:
+        """Has a message arrive now, or once the link is back."""
+        back = self.world.dark_until(rank, peer, self.now)
+        self.after(back - self.now, arrive) if back > self.now else arrive()
+
     def tear(self, outstanding: SimulatedCall, reason: str = "it was cancelled") -> None:
         """Ends a call on its rank alone."""
         self._torn.add(outstanding.context)
@@ -249,8 +259,17 @@ class EventLoop:
             outstanding.waiter = None
             self.tear(outstanding, reason)
         self._bereaved = self._bereaved or self._poison.get(None) or CollectiveError(reason)
-        self._end_all(self._bereaved, lambda context: context not in self.outliving)
+        self._end_all(self._bereaved, lambda context: context not in self.outliving and context not in self.groups)
+        self._part(rank)
         self.look_around()
+
+    def _part(self, rank: int) -> None:
+        """Ends the groups of a rank that has ended, but for calls that it has been in: their messages are under way."""
+        for context in [context for context, members in self.groups.items() if rank in members]:
+            waiting = (calls.get((context, number)) for calls in self._outstanding for _, number in list(calls))
+            made = self._calls[rank][context]
+            if self.ranks[rank].dead or any(one is not None and one.call.number >= made for one in waiting):
+                self.fail(errors.lost(rank), context)
 
     def _resume(self, rank: int) -> None:
         thread = self.ranks[rank]
@@ -260,6 +279,7 @@ class EventLoop:
         thread.resume()
         self._carry_out()
         if thread.over:
+            self._part(rank)
             self.look_around()
         if thread.error is not None:
             self.fail(errors.reason(rank, "its own code", thread.error), None, thread.error)
@@ -277,10 +297,18 @@ class EventLoop:
         self._outstanding[call.rank][outstanding.name] = outstanding
         heapq.heappush(self._deadlines, (self.now + timeout, next(self._serial), timeout, weakref.ref(outstanding)))
         other, facts = self._facts.setdefault(outstanding.name, (call.rank, call.facts))
-        if call.facts != facts:
+        if left := self._left(outstanding):
+            self.fail(errors.lost(left[0]), outstanding.context)
+        elif call.facts != facts:
             self.fail(errors.mismatch(call.number, call.rank, call.facts, other, facts), outstanding.context)
         else:
             self._advance(outstanding, {})
+
+    def _left(self, outstanding: SimulatedCall) -> list[int]:
+        """Ranks of its group that have ended before they came to this call."""
+        number, context = outstanding.call.number, outstanding.context
+        ended = self.groups.get(context, frozenset()) & self.ended_ranks()
+        return sorted(rank for rank in ended if self._calls[rank][context] <= number)
 
     def _advance(self, outstanding: SimulatedCall, received: Received) -> None:
         """Steps the schedule; then it waits for messages or for time, or has ended."""
@@ -328,7 +356,7 @@ class EventLoop:
             if outstanding.name in self._outstanding[target]:
                 self._try_round(self._outstanding[target][outstanding.name])
 
-        return Message(call.rank, target, payload, delivered)
+        return Message(call.rank, target, payload, lambda: self.let_through(call.rank, target, delivered))
 
     def _try_round(self, outstanding: SimulatedCall) -> None:
         """Takes what has arrived; steps on when the round lacks nothing more."""
@@ -349,8 +377,13 @@ class EventLoop:
 
     def poisoned(self, context: Context) -> CollectiveError | None:
         """Error of a communicator that has failed; None while it has not."""
-        bereaved = None if context in self.outliving else self._bereaved
+        bereaved = None if context in self.outliving or context in self.groups else self._bereaved
         return self._poison.get(context) or bereaved or self._poison.get(None)
+
+    def refuse_if_failed(self) -> None:
+        """Raises the error of a world in which a rank's own code has raised."""
+        if (poison := self._poison.get(None)) is not None:
+            raise CollectiveError(str(poison)) from poison.__cause__
 
     def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
         """Fails a communicator (None: all of them): its calls in flight, and later ones, end with its first reason."""

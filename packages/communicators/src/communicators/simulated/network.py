@@ -8,7 +8,7 @@ its receiver has posted the receive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from communicators.link import Link
@@ -19,7 +19,8 @@ from communicators.schedule import Payload
 class Conditions:
     """Conditions of a simulated world, as `SimulatedWorld` describes them.
 
-    deaths: ranks that die at a time. faults: by rank, and number of its message.
+    deaths: ranks that die at a time. faults: by rank, and number of its message. outages: begin and end, of boards.
+    dark: links that are lost for a while.
     """
 
     size: int
@@ -28,6 +29,17 @@ class Conditions:
     jitter: float
     deaths: list[tuple[int, float]]
     faults: dict[tuple[int, int], Dies | Corrupts]
+    outages: list[tuple[float, float]] = field(default_factory=list)
+    dark: list[LinkLost] = field(default_factory=list)
+
+    def dark_until(self, rank: int, peer: int | None, now: float) -> float:
+        """End of what keeps messages between two ranks (None: the board) from coming now; `now` where nothing does."""
+        return max((lost.end for lost in self.dark if lost.at <= now < lost.end and lost.hits(rank, peer)), default=now)
+
+    def dark_among(self, ranks: Sequence[int], now: float) -> float:
+        """The same between any two of these ranks."""
+        within = (lost for lost in self.dark if lost.rank in ranks and lost.peer in (None, *ranks) and len(ranks) > 1)
+        return max((lost.end for lost in within if lost.at <= now < lost.end), default=now)
 
 
 @dataclass(eq=False)
@@ -104,3 +116,42 @@ class Corrupts:
     rank: int
     message: int = 0
     bit: int = 0
+
+
+@dataclass(frozen=True)
+class BoardLost:
+    """The board on which elastic ranks meet does not answer for a while: who asks it waits until it is back.
+
+    Args:
+        at: Virtual seconds after which that begins.
+        seconds: How long it lasts.
+    """
+
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LinkLost:
+    """Messages between two ranks do not come for a while: they are held back, and come when it is over.
+
+    Args:
+        rank: One of the two.
+        peer: The other one; None: all others, and the board on which elastic ranks meet.
+        at: Virtual seconds after which that begins.
+        seconds: How long it lasts.
+    """
+
+    rank: int
+    peer: int | None
+    at: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        """Virtual seconds at which messages come again."""
+        return self.at + self.seconds
+
+    def hits(self, rank: int, peer: int | None) -> bool:
+        """Whether it is between these two (None: the board)."""
+        return {rank, peer} == {self.rank, self.peer} or (self.peer is None and self.rank in (rank, peer))

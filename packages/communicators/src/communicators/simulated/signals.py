@@ -31,12 +31,21 @@ class SimulatedSignals(Signals):
     """Signals of one simulated rank. comm: a duplicate that carries nothing else.
 
     Between two ranks the first that was sent is the first to come, whatever the jitter. One that is on its way is not
-    sent again. closing: it sends no more. left: it hears nothing more.
+    sent again. closing: it sends no more. left: it hears nothing more. places: those of its ranks in the world.
     """
 
-    def __init__(self, comm: Communicator, loop: EventLoop, context: Context, on_signal: OnSignal | None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        loop: EventLoop,
+        context: Context,
+        on_signal: OnSignal | None,
+        places: Sequence[int] | None = None,
+    ) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
         self._comm, self._loop, self._context = comm, loop, context
+        self._places = range(comm.size) if places is None else places
+        self._place = self._places[comm.rank]
         self._group: SignalGroup = loop.signals.setdefault(context, SignalGroup())
         self._sent: defaultdict[int, deque[int]] = defaultdict(deque)  # on their way, by peer
         self._waiting: Counter[int] = Counter()  # on their way, or come and not polled, by peer
@@ -44,26 +53,26 @@ class SimulatedSignals(Signals):
         self.closing = self.left = False
         self._group.members[self.rank] = self
         self._loop.outliving.add(self._context)
-        self._loop.wish(partial(self._loop.guarded, self._context, self.rank, self._hear_early))
+        self._loop.wish(partial(self._loop.guarded, self._context, self._place, self._hear_early))
 
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
         """Waits until a condition holds, without a time-out: where nothing more can happen, a deadlock is reported."""
         del timeout
         self.check()
         if not over():
-            self._watch = Watch(self.rank, self._context, over)
+            self._watch = Watch(self._place, self._context, over)
             self._loop.wait_for(self._watch)
             self.check()
 
     def remind(self, seconds: float, value: int) -> None:
         """Sends a signal to this rank itself after `seconds` of virtual time."""
-        send = partial(self._loop.guarded, self._context, self.rank, partial(self._put, self.rank, value))
-        self._loop.wish(lambda: self._loop.after(seconds, send, partial(self._loop.lives, self.rank)))
+        send = partial(self._loop.guarded, self._context, self._place, partial(self._put, self.rank, value))
+        self._loop.wish(lambda: self._loop.after(seconds, send, partial(self._loop.lives, self._place)))
 
     def fail(self, reason: str) -> None:
         self._loop.refuse_to_wait("fail()")
         self._loop.wish(lambda: self._loop.fail(reason, self._context))
-        self._loop.sleep(self.rank, 0.0)
+        self._loop.sleep(self._place, 0.0)
 
     def check(self) -> None:
         if (poison := self._loop.poisoned(self._context)) is not None:
@@ -72,12 +81,14 @@ class SimulatedSignals(Signals):
     @property
     def departed(self) -> frozenset[int]:
         left = {rank for rank, one in self._group.members.items() if one.left}
-        return (self._loop.ended_ranks() | left) - {self.rank}
+        ended = {rank for rank, place in enumerate(self._places) if place in self._loop.ended_ranks()}
+        return frozenset((ended | left) - {self.rank})
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         context = (*self._context, zlib.crc32(facts.encode()))
         self._loop.outliving.add(context)
-        return self._loop.submit(self.rank, among(schedule, members, facts), facts, math.inf, context)
+        places = [self._places[member] for member in members]
+        return self._loop.submit(self._place, among(schedule, places, facts), facts, math.inf, context)
 
     def leave(self, why: str) -> None:
         del why
@@ -93,11 +104,11 @@ class SimulatedSignals(Signals):
         if self._loop.poisoned(self._context) is None:
             self.closing = True
             self._loop.wish(self._loop.look_around)
-            self._loop.wait_for(Watch(self.rank, self._context, self._all_close))
+            self._loop.wait_for(Watch(self._place, self._context, self._all_close))
             self.check()
-            self._loop.sleep(self.rank, self._loop.world.link.seconds(SIGNAL_BYTES))  # the last one says so
+            self._loop.sleep(self._place, self._loop.world.link.seconds(SIGNAL_BYTES))  # the last one says so
             while any(one._sent[self.rank] for one in self._group.members.values()):
-                self._loop.sleep(self.rank, POLL_SECONDS)
+                self._loop.sleep(self._place, POLL_SECONDS)
         self._comm.close()
 
     def _all_close(self) -> bool:
@@ -120,11 +131,13 @@ class SimulatedSignals(Signals):
     def _post(self, peer: int) -> None:
         """Sends a signal, which takes the time of a message of SIGNAL_BYTES, or none to the rank itself."""
         seconds = 0.0 if peer == self.rank else self._loop.seconds_for(SIGNAL_BYTES)
-        self._loop.after(seconds, partial(self._loop.guarded, self._context, peer, partial(self._arrive, peer)))
+        there = self._places[peer]
+        arrive = partial(self._loop.guarded, self._context, there, partial(self._arrive, peer))
+        self._loop.after(seconds, partial(self._loop.let_through, self._place, there, arrive))
 
     def _arrive(self, peer: int) -> None:
         value, there = self._sent[peer].popleft(), self._group.members.get(peer)
-        if self._loop.ranks[peer].dead or (there is not None and there.left):
+        if self._loop.ranks[self._places[peer]].dead or (there is not None and there.left):
             self._waiting[peer] -= 1
         elif there is None:
             self._group.early[peer].append((self, value))
@@ -147,7 +160,7 @@ class SimulatedSignals(Signals):
 
     def _take(self) -> list[tuple[int, int]]:
         if not self._closed:
-            self._loop.sleep(self.rank, POLL_SECONDS)
+            self._loop.sleep(self._place, POLL_SECONDS)
         taken = super()._take()
         for source, _ in taken:
             self._group.members[source]._waiting[self.rank] -= 1

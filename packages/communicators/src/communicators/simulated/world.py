@@ -6,7 +6,9 @@ the baton back in communicator calls alone; schedules are advanced by the loop i
 
 from __future__ import annotations
 
+import math
 import random
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
@@ -19,8 +21,9 @@ from communicators.link import Link
 from communicators.schedule import Schedule, among
 from communicators.schedules.dense import allgather, barrier
 from communicators.signals import OnSignal, Signals
+from communicators.simulated.board import SimulatedBoard
 from communicators.simulated.event_loop import EventLoop
-from communicators.simulated.network import Conditions, Corrupts, Dies
+from communicators.simulated.network import BoardLost, Conditions, Corrupts, Dies, LinkLost
 from communicators.simulated.ranks import Context, OwnGenerator
 from communicators.simulated.signals import SimulatedSignals
 
@@ -37,7 +40,7 @@ class SimulatedWorld:
         slowdown: Per rank, a factor on the time of its computation (`comm.elapse`, `Elapse`); default 1 each.
         jitter: Most seconds that are added to each message, drawn like the order.
         draw: Returns numbers in [0, 1) for order and jitter, in place of `seed`; hypothesis can drive it.
-        faults: `Dies` and `Corrupts`.
+        faults: `Dies`, `Corrupts`, `LinkLost` and `BoardLost`.
         own_generators: Gives each rank torch's global generator on the CPU to itself, as a process has it, seeded by
             `seed` and its rank; so dropout on a rank does not depend on which ranks ran before, and a rank may call
             `torch.manual_seed`. False: all ranks draw from the caller's, in the order in which they run; then give
@@ -58,7 +61,7 @@ class SimulatedWorld:
         slowdown: Sequence[float] | None = None,
         jitter: float = 0.0,
         draw: Callable[[], float] | None = None,
-        faults: Iterable[Dies | Corrupts] = (),
+        faults: Iterable[Dies | Corrupts | BoardLost | LinkLost] = (),
         own_generators: bool = False,
     ) -> None:
         if size < 1:
@@ -75,7 +78,13 @@ class SimulatedWorld:
             tuple(slowdown) if slowdown is not None else (1.0,) * size,
             jitter,
             deaths=[(f.rank, f.at) for f in faults if isinstance(f, Dies) and f.at is not None],
-            faults={(f.rank, f.message): f for f in faults if isinstance(f, Corrupts) or f.at is None},
+            faults={
+                (f.rank, f.message): f
+                for f in faults
+                if isinstance(f, Corrupts) or (isinstance(f, Dies) and f.at is None)
+            },
+            outages=[(f.at, f.at + f.seconds) for f in faults if isinstance(f, BoardLost)],
+            dark=[f for f in faults if isinstance(f, LinkLost)],
         )
 
     def run(self, fn: Callable[[SimulatedCommunicator], T]) -> list[T]:
@@ -146,10 +155,10 @@ class SimulatedCommunicator(Communicator):
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
         """Signals of a duplicate; the loop calls `on_signal` between the turns of ranks."""
-        if self._members is not None:
+        if not self.outlives_ranks:
             return super().signals(on_signal)
         made = self.duplicate()
-        return SimulatedSignals(made, self.loop, made.context, on_signal)
+        return SimulatedSignals(made, self.loop, made.context, on_signal, self._members)
 
     def split(self, color: int) -> SimulatedCommunicator:
         """A communicator of the ranks that give the same color, in their order, as MPI's Split. Collective."""
@@ -158,6 +167,36 @@ class SimulatedCommunicator(Communicator):
         places = range(self.size) if self._members is None else self._members
         members = [place for place, given in zip(places, colors, strict=True) if given == color]
         return self._inner((sorted(set(colors)).index(color),), members)
+
+    def aside(self, schedule: Schedule[T], members: Sequence[int], *, facts: str) -> Work[T]:
+        everybody = range(self.size) if self._members is None else self._members
+        places = [everybody[member] for member in members]
+        context = (*self.context, zlib.crc32(facts.encode()))
+        self.loop.groups[context] = frozenset(places)
+        return self.loop.submit(self._place, among(schedule, places, facts), facts, math.inf, context)
+
+    def board(self, name: str) -> SimulatedBoard:
+        return SimulatedBoard(self.loop, self._place, self.loop.boards.setdefault(name, {}), self._of_generation)
+
+    def _of_generation(self, generation: int, places: Sequence[int]) -> SimulatedCommunicator:
+        """Communicator of an elastic group's ranks, which only the end of one of them ends."""
+        context = (*self.context, -1, generation)
+        self.loop.groups[context] = frozenset(places)
+        made = SimulatedCommunicator(self.loop, self._place, context, places)
+        made.outlives_ranks = made.hasty = True
+        return made
+
+    @property
+    def failure(self) -> str | None:  # type: ignore[override]
+        """Reason for which all its calls fail, None while they do not."""
+        poison = self.loop.poisoned(self.context)
+        return None if poison is None else str(poison)
+
+    @property
+    def ended(self) -> list[int]:  # type: ignore[override]
+        """Ranks that have ended."""
+        places = list(range(self.size)) if self._members is None else list(self._members)
+        return [places.index(place) for place in self.loop.ended_ranks() if place in places]
 
     def close(self) -> None:
         self._closed = True

@@ -25,7 +25,7 @@ from data_parallel.ddp.saved_layout import SavedBucketLayout
 from data_parallel.exchange import Mean
 from data_parallel.hsdp.backward import at_the_end
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
-from data_parallel.settings import ExchangeSettings, Settings, fixed
+from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD
 from data_parallel.training import Training
 
@@ -110,6 +110,8 @@ class SparseHookState:
     ) -> None:
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
+        why = "DDP cannot change its group: train without DDP, with a DistributedOptimizer, or wrap anew"
+        refuse_elastic("SparseHookState", process_group, why)
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
         named = list(named_parameters)
         check_named_parameters(named)

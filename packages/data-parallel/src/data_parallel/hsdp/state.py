@@ -18,7 +18,7 @@ from data_parallel.hsdp.mesh import joined
 from data_parallel.hsdp.outcome import Outcome, agreed
 from data_parallel.hsdp.shards import Shard, shards_of
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
-from data_parallel.settings import ExchangeSettings, Settings, fixed
+from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD
 from data_parallel.training import Training
 
@@ -57,6 +57,7 @@ class HsdpState:
     def __init__(
         self, model: nn.Module, between: Any, *, nonfinite: str = "raise", **settings: Unpack[ExchangeSettings]
     ) -> None:
+        refuse_elastic("sparse_hsdp", between, "FSDP cannot change its ranks: train without it, or wrap anew")
         checked = Settings.of(sparse_hsdp, settings, nonfinite=nonfinite)
         if checked.is_auto:
             raise ValueError("algorithm='auto' measures replicas of a whole model: name one, such as 'gtopk'")

@@ -27,18 +27,27 @@ def choose_scheme(
     selects: whether "auto" must take an algorithm that selects, as with momentum. parameters: those that it is for.
 
     Returns the scheme, and the choice of "auto" if asked.
-    Raises ValueError for options that do not fit the number of ranks, and without parameters to choose for.
+    Raises ValueError for options that do not fit the number of ranks, unless that may change, and for "auto" without
+    parameters to choose for, or where ranks may come and go.
     """
     algorithm, options, wire, choice = settings.algorithm, settings.options, settings.wire, None
     if isinstance(settings.entry, DenseCompressor):
         return settings.entry.scheme(comm), None
+    size = None if comm.elastic else comm.size
     if settings.entry is None:
+        if comm.elastic:
+            raise ValueError(
+                'algorithm="auto" chooses what is fastest for the ranks that it measures, but those of an Elastic come '
+                'and go: name an algorithm, such as the default "gtopk"'
+            )
         choice = _chosen(parameters, comm, settings.compressor, dense=not (settings.momentum or selects), wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
+    if comm.elastic:
+        resolve(algorithm, options).fitted(comm.size)
     if not resolve(algorithm).selects:
-        return DenseScheme(comm, resolve(algorithm, options, size=comm.size), wire=wire), choice
+        return DenseScheme(comm, resolve(algorithm, options, size=size), wire=wire), choice
     kind = DenseSmallTensors if settings.dense_below else SparseScheme
-    return kind(comm, resolve(algorithm, options, size=comm.size, wire=wire), settings, wire=wire), choice
+    return kind(comm, resolve(algorithm, options, size=size, wire=wire), settings, wire=wire), choice
 
 
 def _chosen(

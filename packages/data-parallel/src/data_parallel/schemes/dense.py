@@ -37,8 +37,12 @@ class _DenseLane(Lane):
     def __init__(self, scheme: DenseScheme, bucket: Bucket, saved: Saved) -> None:
         super().__init__(bucket, saved, tentative=False)
         self._comm, self._dtype = scheme.comm, torch.promote_types(bucket.dtype, torch.float32)
-        self._rounds_to = DENSE_WIRES[scheme.wire] if scheme.comm.size > 1 else None
+        self._wire = DENSE_WIRES[scheme.wire]
         self._facts = f"dense(numel={bucket.numel}, {self._dtype}, wire={scheme.wire})"
+
+    @property
+    def _rounds_to(self) -> torch.dtype | None:
+        return self._wire if self._comm.size > 1 else None
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """The sum of scaled gradients is the scaled sum, so the scale stays."""

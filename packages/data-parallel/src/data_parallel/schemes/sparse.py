@@ -22,14 +22,14 @@ class SparseScheme(Scheme):
     If TopK's k is all of a bucket's elements, as in a warm-up, "dense" sums them in full precision, whatever the
     algorithm and wire: indices would double its bytes.
 
-    algorithm: with its options and wire. wire: the wire's name. With nonfinite="skip" steps can be rolled back, at the
-    cost of twice the memory.
+    algorithm: with its options and wire. wire: the wire's name. With nonfinite="skip", or elastic ranks, steps can be
+    rolled back, at the cost of twice the memory.
     """
 
     def __init__(self, comm: Communicator, algorithm: Algorithm, settings: Settings, *, wire: str) -> None:
         super().__init__(algorithm.name, algorithm.settings, selects=True, wire=wire)
         self.comm, self.algorithm, self.compressor = comm, algorithm, settings.compressor
-        self.momentum, self.tentative = settings.momentum, settings.nonfinite == "skip"
+        self.momentum, self.tentative = settings.momentum, settings.nonfinite == "skip" or comm.elastic
         self.keeps = ERROR_STATE if self.momentum else ERROR_STATE[:1]
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
@@ -62,7 +62,7 @@ class SparseLane(Lane):
         super().__init__(bucket, saved, tentative=scheme.tentative)
         if self.state is None:
             self.state = scheme.algorithm.initial_state()
-        self._scheme, self._known, self._facts = scheme, (-1, False), ""
+        self._scheme, self._known, self._facts = scheme, (-1, False, 0), ""
         self._feedback = ErrorFeedback(scheme.compressor, momentum=scheme.momentum, tentative=scheme.tentative)
         if saved.error_state:
             self._feedback.adopt(self.key, saved.error_state["residuals"], saved.error_state.get("velocities"))
@@ -77,7 +77,8 @@ class SparseLane(Lane):
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Selects from the accumulated gradient."""
-        algorithm, comm, compressor = self._scheme.algorithm, self._scheme.comm, self._scheme.compressor
+        comm, compressor = self._scheme.comm, self._scheme.compressor
+        algorithm = self._scheme.algorithm.fitted(comm.size) if comm.elastic else self._scheme.algorithm
         gradient = flat if scale == 1.0 else in_units(flat, scale)
         state, k = None if self.state is None else self.state_for_a_call(), compressor.entries(flat.numel())
         select = algorithm.select(gradient, comm.rank, comm.size, k, state) if algorithm.prescribes else None
@@ -85,9 +86,9 @@ class SparseLane(Lane):
         if self._feedback.is_suspect(self.key):
             sent, culprit = self._spoiled(sent, self._feedback.residual(self.key))
         dense = k >= sent.numel and isinstance(compressor, TopK)
-        if (k, dense) != self._known:  # a compressor's density may change
+        if (k, dense, comm.size) != self._known:  # a compressor's density may change, and an elastic group's ranks
             facts = algorithm.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
-            self._known, self._facts = (k, dense), f"{facts} summed dense" if dense else facts
+            self._known, self._facts = (k, dense, comm.size), f"{facts} summed dense" if dense else facts
         schedule = ALGORITHMS["dense"].call(sent, comm, k) if dense else algorithm.call(sent, comm, k, state)
         return Sending(self._facts, schedule, flat, scale, unused, lambda: culprit)
 

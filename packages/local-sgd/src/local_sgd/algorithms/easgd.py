@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ class Elastic(Rule):
     alpha: float
     anchors = ("anchor",)
     overlaps = True
+    pulled: float = field(default=0.0, init=False, repr=False)  # α with which ranks were pulled last
 
     def prepare(self, size: int) -> None:
         """Sets α to 0.9/m by default; refuses values that do not contract."""
@@ -32,15 +34,26 @@ class Elastic(Rule):
                 "outside ranks and anchor swing apart; the default is 0.9/m"
             )
 
-    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """Adds α·Σ(x − z) to z, and pulls x."""
-        z, α, m = part["anchor"], self.alpha, part.weight
-        z.add_(mean - z, alpha=α * m / (1 - α))
-        return self.depart(part, x)
+    def apply(self, parts: Sequence[Part], xs: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
+        """Adds α·Σ(x − z) to z, with the α that pulled what the mean is of, and pulls x."""
+        α = self.pulled
+        for part, mean in zip(parts, means, strict=True):
+            z = part["anchor"]
+            z.add_(mean - z, alpha=α * part.weight / (1 - α))
+        return [self.depart(*each) for each in zip(parts, xs, strict=True)]
 
     def depart(self, part: Part, x: Tensor) -> Tensor:
         """Pulls x towards z."""
+        self.pulled = self.alpha
         return x.mul(1 - self.alpha).add_(part["anchor"], alpha=self.alpha)
+
+    def state_dict(self) -> dict[str, Any]:
+        """α with which ranks were pulled last; the default changes with their number."""
+        return {"pulled": self.pulled}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores it."""
+        self.pulled = state["pulled"]
 
 
 class EASGD(PeriodicAveraging):

@@ -30,7 +30,7 @@ class Machine:
 
     round: the current one. running: ranks that may be waited for: had more steps, as of the last round.
     missed: rounds in a row that each rank brought nothing to. meetings: rounds that found nobody running;
-    met: the last of them.
+    met: the last of them; complete: whether nobody was gone in it.
     over: nobody has more steps. members: ranks not known to be gone. recovering: between `Recover` and `recovered`.
     """
 
@@ -41,7 +41,7 @@ class Machine:
         self.running = self.unfinished = frozenset(range(size))
         self.missed = [0] * size
         self.joined = False
-        self.meetings, self.met = 0, NEVER
+        self.meetings, self.met, self.complete = 0, NEVER, False
         self.members, self.recovering = frozenset(range(size)), False
         self._holds = self._waits = self._brought = False
         self._told, self._announced, self._granted = NEVER, NEVER, NEVER
@@ -146,6 +146,7 @@ class Machine:
         self.unfinished = frozenset(r for r, header in enumerate(headers) if header.stage < Stage.FINISHED)
         if not running:
             self.meetings, self.met = self.meetings + 1, self.round
+            self.complete = all(header.stage is not Stage.GONE for header in headers)
         self.running = running or self.unfinished
         self.missed = [
             missed + 1 if r in running and not headers[r].contributes else 0 for r, missed in enumerate(self.missed)

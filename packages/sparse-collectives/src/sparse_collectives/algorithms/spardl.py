@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,6 +59,12 @@ class SparDL(Algorithm):
             raise ValueError(f"sag is {self.sag!r}, expected one of {', '.join(SAG)}")
         if self.sag == "r-sag" and self.teams & (self.teams - 1):
             raise ValueError(f"sag='r-sag' needs a power of two of teams, not {self.teams}: take sag='b-sag'")
+
+    def fitted(self, size: int) -> SparDL:
+        """Algorithm with gcd(d, P) teams, which divide P."""
+        fitted = replace(self, teams=math.gcd(self.teams, size)) if self.teams > 0 else self
+        fitted.check(size)
+        return fitted
 
     def schedule(
         self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None

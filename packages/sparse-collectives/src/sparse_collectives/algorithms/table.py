@@ -64,11 +64,11 @@ def resolve(
 
 def _known(algorithm: str | Algorithm) -> Algorithm:
     """The algorithm of that name, or the user's own, which must not have a name that stands for another."""
+    if isinstance(algorithm, str) and algorithm in ALGORITHMS:
+        return ALGORITHMS[algorithm]
     names = ", ".join([*ALGORITHMS, AUTO])
     if isinstance(algorithm, str):
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"unknown algorithm {algorithm!r}; known: {names}; of your own give the Algorithm itself")
-        return ALGORITHMS[algorithm]
+        raise ValueError(f"unknown algorithm {algorithm!r}; known: {names}; of your own give the Algorithm itself")
     if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
         raise TypeError(f"algorithm is the class {algorithm.__name__}, expected one of it, as {algorithm.__name__}()")
     if not isinstance(algorithm, Algorithm):

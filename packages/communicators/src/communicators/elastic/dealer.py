@@ -1,0 +1,120 @@
+"""One rank's hand in the dealing: what it draws, from generation to generation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from communicators.elastic.dealing import Deal
+
+logger = logging.getLogger("communicators.elastic")
+
+
+class Dealer:
+    """Deals batches to one rank.
+
+    Attributes:
+        drawn: Batches drawn in this generation.
+        epochs: Epochs that this rank has drawn to their end.
+    """
+
+    def __init__(self) -> None:
+        self.drawn = self.epochs = 0
+        self._deal: Deal | None = None
+        self._missed: list[tuple[Sequence[int], int]] = []  # changes of the group before the first batch
+        self._ranks = 0
+        self._now: tuple[Deal, int] | None = None  # epoch of the next batch, and the batches drawn before it
+
+    def regroup(self, drawn: Sequence[int], ranks: int) -> None:
+        """Goes on in a new generation. drawn: batches that each rank of the last one had drawn."""
+        if self._deal is not None:
+            self._deal = self._deal.after(drawn, ranks)
+        elif self._ranks:
+            self._missed.append((tuple(drawn), ranks))
+        self._ranks, self.drawn, self._now = self._ranks or ranks, 0, None
+
+    def state(self) -> dict[str, Any]:
+        """State for a newcomer."""
+        deal = None if self._deal is None else self._deal.state()
+        return {"deal": deal, "missed": self._missed, "ranks": self._ranks}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over another rank's state, of the same generation."""
+        self._deal = None if state["deal"] is None else Deal(**state["deal"])
+        self._missed, self._ranks = list(state["missed"]), state["ranks"]
+        self.epochs = 0 if self._deal is None else self._deal.epoch
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int,
+        seed: int,
+        until: int,
+        collate: Callable[[list[Any]], Any],
+        place: Callable[[], int | None],
+    ) -> Iterator[Any]:
+        """Batches of this rank until so many epochs are over.
+
+        place: gives this rank's place in the group, which it may change before; None ends the batches.
+        """
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"dataset is a {type(dataset).__name__}, expected one with len() and samples by number: what is dealt "
+                "again must be found again"
+            )
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size!r}, expected the samples of all ranks together, 1 or more")
+        self._begin(len(dataset), batch_size, seed)
+        while self.epochs < until:
+            deal, before = self._where()
+            if deal.epoch > self.epochs:  # the group has changed after the last step of an epoch
+                self.epochs = deal.epoch
+            elif self.drawn - before >= deal.steps:
+                self._end_epoch(deal, before)
+            elif (here := place()) is None:
+                return
+            elif self._now is not None:  # the group is as it was
+                batch = deal.batch(here, self.drawn - before)
+                self.drawn += 1
+                yield collate([dataset[sample] for sample in batch])
+
+    def _begin(self, numel: int, batch_size: int, seed: int) -> None:
+        """Begins the dealing, or checks that it goes on as it began."""
+        if self._deal is None:
+            self._deal = Deal(numel, batch_size, seed, self._ranks)
+            for drawn, ranks in self._missed:
+                self._deal = self._deal.after(drawn, ranks)
+        theirs, own = (self._deal.numel, self._deal.batch_size, self._deal.seed), (numel, batch_size, seed)
+        if theirs != own:
+            raise ValueError(
+                f"samples, batch_size and seed are {own}, but those of the training are {theirs}: an Elastic deals one "
+                "data set, alike on all ranks; another one, as for validation, goes by a DataLoader"
+            )
+        if not self._deal.step_size <= numel:
+            raise ValueError(f"a step takes {self._deal.step_size} samples, but there are {numel}: lower batch_size")
+
+    def _where(self) -> tuple[Deal, int]:
+        if self._now is None:
+            assert self._deal is not None
+            deal, before = self._deal, 0
+            while self.drawn > before + deal.steps:
+                deal, before = deal.next_epoch(), before + deal.steps
+            self._now = deal, before
+            if deal.step_size > deal.batch_size:
+                logger.warning(
+                    "the global batch is %d, one sample for each rank, not batch_size=%d",
+                    deal.step_size,
+                    deal.batch_size,
+                )
+        return self._now
+
+    def _end_epoch(self, deal: Deal, before: int) -> None:
+        if len(deal.left_out):
+            logger.warning(
+                "%d samples of epoch %d are left out, because %d ranks share them",
+                len(deal.left_out),
+                deal.epoch,
+                deal.ranks,
+            )
+        self.epochs, self._now = deal.epoch + 1, (deal.next_epoch(), before + deal.steps)

@@ -1,0 +1,118 @@
+"""Dealing the samples of a data set to ranks that come and go: each is taken once an epoch.
+
+In a generation of P ranks step j covers the next B of the samples that remain, and rank r takes the r-th of P nearly
+equal blocks of them. When the group changes, what its ranks have drawn is gone, and all else is dealt again among the
+new ones: also what a dead rank has drawn since the last commit, of which nothing is in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Place in an epoch, alike on all ranks.
+
+    Attributes:
+        numel: Samples of the data set.
+        batch_size: Global batch B, of all ranks together.
+        seed: Seed of the order, which differs from epoch to epoch.
+        ranks: P.
+        epoch: Number of the epoch, from 0.
+        past: What former generations have drawn: epoch, P, and batches in that epoch by rank. Ranks that are not in
+            step may have drawn of later epochs already.
+    """
+
+    numel: int
+    batch_size: int
+    seed: int
+    ranks: int
+    epoch: int = 0
+    past: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+
+    @property
+    def step_size(self) -> int:
+        """Samples of a step: B, or one for each rank where there are more of them."""
+        return max(self.batch_size, self.ranks)
+
+    @cached_property
+    def remaining(self) -> Tensor:
+        """Samples of the epoch that were not dealt before this generation, in their order."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        remaining = torch.randperm(self.numel, generator=generator)
+        for epoch, ranks, drawn in self.past:
+            if epoch == self.epoch:
+                remaining = remaining[~_taken(len(remaining), max(self.batch_size, ranks), ranks, drawn)]
+        return remaining
+
+    @property
+    def steps(self) -> int:
+        """Steps to the end of the epoch, if the group stays."""
+        return _steps(len(self.remaining), self.step_size, self.ranks)
+
+    @property
+    def left_out(self) -> Tensor:
+        """Samples that nobody takes, because fewer than P remain."""
+        return self.remaining if not self.steps else self.remaining[:0]
+
+    def batch(self, rank: int, step: int) -> list[int]:
+        """Samples that a rank takes in a step of this generation."""
+        low, high = _span(len(self.remaining), self.step_size, self.ranks, rank, step)
+        samples: list[int] = self.remaining[low:high].tolist()
+        return samples
+
+    def next_epoch(self) -> Deal:
+        """Beginning of the next epoch, among the same ranks."""
+        return replace(self, epoch=self.epoch + 1, past=tuple(one for one in self.past if one[0] > self.epoch))
+
+    def after(self, drawn: Sequence[int], ranks: int) -> Deal:
+        """Place of the next generation, of so many ranks: in the first epoch that some rank has not finished.
+
+        Args:
+            drawn: Batches since the beginning of this generation, also of later epochs, by rank.
+            ranks: P of the next generation.
+        """
+        past, deal, first, left = list(self.past), self, self, list(drawn)
+        while any(left):
+            here = [min(count, deal.steps) for count in left]
+            past.append((deal.epoch, self.ranks, tuple(here)))
+            left = [count - taken for count, taken in zip(left, here, strict=True)]
+            finished, deal = min(here) == deal.steps, deal.next_epoch()
+            first = deal if finished and first.epoch == deal.epoch - 1 else first
+        kept = tuple(one for one in past if one[0] >= first.epoch)
+        return replace(self, ranks=ranks, epoch=first.epoch, past=kept)
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, of which `Deal(**state)` makes it again."""
+        return asdict(self)
+
+
+def _steps(numel: int, size: int, ranks: int) -> int:
+    """Steps that so many samples make; a last one in which some rank would take none is part of the step before."""
+    whole, rest = divmod(numel, size)
+    return whole + (rest >= ranks)
+
+
+def _span(numel: int, size: int, ranks: int, rank: int, step: int) -> tuple[int, int]:
+    """Bounds of a rank's block of a step."""
+    begin = step * size
+    end = numel if step == _steps(numel, size, ranks) - 1 else begin + size
+    return begin + rank * (end - begin) // ranks, begin + (rank + 1) * (end - begin) // ranks
+
+
+def _taken(numel: int, size: int, ranks: int, drawn: Sequence[int]) -> Tensor:
+    """Which of so many samples ranks have drawn, as bool."""
+    taken, common = torch.zeros(numel, dtype=torch.bool), min(drawn)
+    if common:
+        taken[: _span(numel, size, ranks, ranks - 1, common - 1)[1]] = True
+    for rank, count in enumerate(drawn):
+        for step in range(common, count):
+            taken[slice(*_span(numel, size, ranks, rank, step))] = True
+    return taken

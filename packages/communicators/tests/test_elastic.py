@@ -1,0 +1,210 @@
+"""Elastic groups under drawn schedules: see `communicators.elastic.testing` for the laws."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from communicators import CollectiveError, Elastic, Link, LinkLost, SimulatedWorld, allreduce
+from communicators.elastic import board
+from communicators.elastic.testing import check_elastic_laws
+
+SCHEDULES = 200
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_laws(part):
+    for seed in range(part, SCHEDULES, 4):
+        check_elastic_laws(seed)
+
+
+def test_laws_among_many():
+    check_elastic_laws(1, size=64)
+
+
+def test_it_is_not_a_group_of_one_that_founds_a_second_one():
+    """All ranks meet in one generation, however late."""
+    world = SimulatedWorld(4)
+
+    def body(comm):
+        comm.elapse(comm.rank)
+        elastic = Elastic(comm, at_least=4)
+        return elastic.size, elastic.generation
+
+    assert world.run(body) == [(4, 1)] * 4
+
+
+@pytest.mark.parametrize("at_least", [0, -1, True, "2", 1.5])
+def test_at_least_is_a_number_of_ranks(at_least):
+    with pytest.raises(ValueError, match="expected the fewest ranks that train, 1 or more"):
+        Elastic("head:29400", at_least=at_least)
+
+
+@pytest.mark.parametrize("meeting", ["head", "head:", ":29400", "head:port", 29400])
+def test_a_meeting_is_an_address_or_a_store(meeting):
+    with pytest.raises(ValueError, match=r"expected 'host:port' of `python -m communicators.elastic`, or a Store"):
+        Elastic(meeting)
+
+
+def test_outside_torchrun_a_meeting_is_given(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ValueError, match=r"run `python -m communicators.elastic` on one machine"):
+        Elastic()
+
+
+def test_a_process_group_is_no_meeting():
+    group = dist.ProcessGroup(0, 1)
+    with pytest.raises(TypeError, match="whose ranks cannot change: give 'host:port', or a Store"):
+        Elastic(group)
+
+
+def test_patience_says_who_has_come():
+    def body(comm):
+        come = [r"2 have come \['.\.1', '.\.1'\], at_least=3", r"1 have come \['1.1'\], at_least=3"][comm.rank]
+        with pytest.raises(TimeoutError, match=rf"not within . s: .* waits for others: {come}"):
+            Elastic(comm, at_least=3, patience=1.0 + comm.rank).rank  # noqa: B018
+        return True
+
+    assert SimulatedWorld(2).run(body) == [True, True]
+
+
+def test_after_close_it_says_so():
+    def body(comm):
+        elastic = Elastic(comm)
+        assert elastic.size == 1
+        elastic.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            allreduce(torch.ones(2), elastic)
+        return True
+
+    assert SimulatedWorld(1).run(body) == [True]
+
+
+def test_no_boundary_inside_an_exchange():
+    def body(comm):
+        elastic = Elastic(comm)
+        with pytest.raises(RuntimeError, match=r"boundary\(\) inside atomic\(\)"):
+            elastic.atomic(lambda: elastic.boundary(dict))
+        return True
+
+    assert SimulatedWorld(1).run(body) == [True]
+
+
+def test_a_record_is_read_as_it_was_written():
+    record = board.Record(3, ("a", "b"), ("b",), 7, (1, 2))
+    assert board.Record.of(record.text()) == record
+    assert board.Record.of("") == board.Record()
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (2, 1), (3, 0)])
+def test_of_two_ranks_that_lose_each_other_one_is_left_out(pair):
+    """All others go on with one of the two, though everybody reaches the board."""
+    world = SimulatedWorld(5, faults=[LinkLost(*pair, at=0.5, seconds=1000.0)])
+
+    def body(comm):
+        elastic, sizes = Elastic(comm, at_least=5, timeout=0.2), []
+        try:
+            for _ in range(10):
+                comm.elapse(0.1)
+                sizes.append(elastic.atomic(lambda: int(allreduce(torch.ones(1), elastic))))
+                elastic.boundary(dict)
+                elastic._at_least = 1
+        except CollectiveError as error:
+            return str(error), sizes[:5]
+        return sizes
+
+    told = world.run(body)
+    [out] = [rank for rank, said in enumerate(told) if isinstance(said, tuple)]
+    assert out in pair
+    assert f"{out}.1 was left out of generation" in told[out][0]
+    assert all(said[:3] == [5, 5, 5] and said[-1] == 4 for rank, said in enumerate(told) if rank != out)
+
+
+def test_messages_over_a_lost_link_come_once_it_is_back():
+    world = SimulatedWorld(3, Link(0.01, 0.0), faults=[LinkLost(0, 1, at=0.0, seconds=2.0)])
+    assert [total.item() for total in world.run(lambda comm: allreduce(torch.ones(1), comm))] == [3.0] * 3
+    assert 2.0 < world.elapsed < 2.1
+
+
+def test_a_newcomer_says_what_it_took_over_and_how_long_that_took(caplog):
+    def body(comm):
+        comm.elapse(0.5 * comm.rank)
+        elastic = Elastic(comm, at_least=1, patience=10.0)
+        held = elastic.take()["held"] if elastic.joining else torch.ones(1000)
+        for _ in range(20):
+            comm.elapse(0.1)
+            total = elastic.atomic(lambda: allreduce(held, elastic))
+            if elastic.size == 2:
+                return float(total.sum())
+            elastic.boundary(lambda: {"held": held})
+        return None
+
+    assert SimulatedWorld(2, Link(0.001, 1e-6)).run(body) == [2000.0, 2000.0]
+    [said] = re.findall(r"1\.1 took over (\d+) bytes of state from rank 0 in ([\d.]+) s", caplog.text)
+    assert 4000 < int(said[0]) < 8000
+    assert 0.004 < float(said[1]) < 1.0
+
+
+@pytest.mark.parametrize("own", [{"at_least": 2}, {"timeout": 7.0}])
+@pytest.mark.parametrize("late", [0.0, 0.5])
+def test_a_rank_with_other_settings_is_told_so_and_the_others_go_on(own, late):
+    def body(comm):
+        comm.elapse(late * comm.rank + 1e-6 * comm.rank)
+        settings = {"at_least": 1, "timeout": 5.0, "start_with": 1 if late else 2}
+        if comm.rank == 1:
+            with pytest.raises(ValueError, match=r"this rank's Elastic has at_least=.*, that of 0\.1, who began, at_"):
+                Elastic(comm, **{**settings, **own}).rank  # noqa: B018
+            return None
+        elastic = Elastic(comm, **settings)
+        for _ in range(20):
+            comm.elapse(0.1)
+            total = elastic.atomic(lambda: allreduce(torch.ones(1), elastic))
+            elastic.boundary(dict)
+        return total.item(), comm.clock()
+
+    told = SimulatedWorld(2).run(body)[0]
+    assert told[0] == 1.0
+    assert told[1] < 5.0
+
+
+class Held:
+    """Something with a state."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("carried", [0, 1, 2, 3])
+@pytest.mark.parametrize("asks_before", [False, True])
+def test_what_newcomers_carry_is_as_many_as_those_who_train_carry(carried, asks_before):
+    """Each gets its state, whether it is carried before anything else or not; else the newcomer is told."""
+
+    def body(comm):
+        comm.elapse(0.5 * comm.rank)
+        elastic = Elastic(comm)
+        held = [Held(10 * comm.rank + one) for one in range(2 if comm.rank == 0 else carried)]
+        if asks_before:
+            assert elastic.joining == (comm.rank == 1)
+        try:
+            for one in held:
+                elastic.carry(one)
+            for _ in elastic.deal(list(range(40)), batch_size=1):
+                comm.elapse(0.1)
+                elastic.atomic(lambda: allreduce(torch.ones(1), elastic))
+                elastic.boundary(dict)
+        except ValueError as error:
+            elastic.close()
+            return str(error)
+        return [one.number for one in held]
+
+    trains, came = SimulatedWorld(2).run(body)
+    assert trains == [0, 1]
+    assert came == trains if carried == 2 else f"{carried} objects are carried, but 2 by those who train" in came

@@ -1,0 +1,204 @@
+"""Dealing: each sample once an epoch, whoever comes and goes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from communicators.elastic.dealer import Dealer
+from communicators.elastic.dealing import Deal
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class Group:
+    """Ranks that draw, and what of it is in the model: `kept` by epoch, counted."""
+
+    def __init__(self, deal: Deal) -> None:
+        self.deal, self.kept, self.left_out = deal, Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        self.drawn, self.committed = [0] * deal.ranks, [0] * deal.ranks
+        self.held: list[list[tuple[int, int]]] = [[] for _ in range(deal.ranks)]
+
+    def draw(self, rank: int) -> None:
+        deal, before = self.deal, 0
+        while self.drawn[rank] >= before + deal.steps:
+            before, deal = before + deal.steps, deal.next_epoch()
+        self.held[rank] += [(deal.epoch, sample) for sample in deal.batch(rank, self.drawn[rank] - before)]
+        self.drawn[rank] += 1
+
+    def commit(self) -> None:
+        self.committed = list(self.drawn)
+        self._keep(range(self.deal.ranks))
+
+    def regroup(self, dead: set[int], joined: int) -> None:
+        living = [rank for rank in range(self.deal.ranks) if rank not in dead]
+        drawn = [self.committed[rank] if rank in dead else self.drawn[rank] for rank in range(self.deal.ranks)]
+        self._keep(living)
+        last, self.deal = self.deal, self.deal.after(drawn, len(living) + joined)
+        while last.epoch < self.deal.epoch:
+            self.left_out.update((last.epoch, int(sample)) for sample in last.left_out)
+            last = last.next_epoch()
+        self.drawn, self.committed = [0] * self.deal.ranks, [0] * self.deal.ranks
+        self.held = [[] for _ in range(self.deal.ranks)]
+
+    def _keep(self, ranks: object) -> None:
+        for rank in ranks:  # type: ignore[attr-defined]
+            self.kept.update(self.held[rank])
+            self.held[rank] = []
+
+    def finish(self, epochs: int) -> None:
+        """All ranks draw to the end of that epoch."""
+        deal, steps = self.deal, 0
+        while deal.epoch < epochs:
+            self.left_out.update((deal.epoch, int(sample)) for sample in deal.left_out)
+            steps, deal = steps + deal.steps, deal.next_epoch()
+        for rank in range(self.deal.ranks):
+            while self.drawn[rank] < steps:
+                self.draw(rank)
+        self.commit()
+
+
+def schedule(seed: int) -> None:
+    """Checks a drawn training of ranks that die, join and leave, to the end of the epoch that it has come to."""
+    chance = random.Random(seed)
+    group = Group(Deal(chance.randrange(40, 400), chance.randrange(16, 33), seed % 7, chance.randrange(1, 9)))
+    in_step = chance.random() < 0.5
+    for _ in range(chance.randrange(1, 40)):
+        if in_step:
+            for rank in range(group.deal.ranks):
+                group.draw(rank)
+        else:
+            for _ in range(chance.randrange(1, 3 * group.deal.ranks)):
+                group.draw(chance.randrange(group.deal.ranks))
+        if chance.random() < 0.6:
+            group.commit()
+        if chance.random() < 0.3:
+            dead = set(chance.sample(range(group.deal.ranks), chance.randrange(group.deal.ranks)))
+            group.regroup(
+                dead, chance.randrange(0, 17 - (group.deal.ranks - len(dead))) if chance.random() < 0.5 else 0
+            )
+    last, steps = group.deal, 0
+    while steps < max(group.drawn, default=0):
+        steps, last = steps + last.steps, last.next_epoch()
+    group.finish(max(last.epoch, 1))
+    check(group, max(last.epoch, 1))
+
+
+def check(group: Group, epochs: int) -> None:
+    dealt = group.kept + group.left_out
+    assert all(count == 1 for count in dealt.values()), "a sample was taken twice in an epoch"
+    for epoch in range(epochs):
+        missing = set(range(group.deal.numel)) - {sample for one, sample in dealt if one == epoch}
+        assert not missing, f"epoch {epoch}: samples {sorted(missing)[:5]} were never taken"
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_each_sample_once_in_1000_schedules(block: int) -> None:
+    for seed in range(100 * block, 100 * (block + 1)):
+        schedule(seed)
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 12))
+def test_a_step_is_the_global_batch(numel: int, batch_size: int, ranks: int) -> None:
+    deal = Deal(numel, batch_size, 0, ranks)
+    taken: list[int] = []
+    for step in range(deal.steps):
+        batches = [deal.batch(rank, step) for rank in range(ranks)]
+        sizes = [len(batch) for batch in batches]
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) > 0
+        if step < deal.steps - 1:
+            assert sum(sizes) == max(batch_size, ranks)
+        taken += [sample for batch in batches for sample in batch]
+    assert sorted([*taken, *deal.left_out.tolist()]) == list(range(numel))
+
+
+def test_a_killed_ranks_uncommitted_draws_come_back_and_committed_ones_do_not() -> None:
+    deal = Deal(40, 8, 0, 2)
+    after = deal.after([3, 2], 1)  # rank 1 drew 3, committed 2
+    gone = {sample for step in range(3) for sample in deal.batch(0, step)}
+    gone |= {sample for step in range(2) for sample in deal.batch(1, step)}
+    assert set(after.remaining.tolist()) == set(range(40)) - gone
+
+
+def test_the_state_goes_on_alike() -> None:
+    deal = Deal(100, 10, 3, 4).after([2, 1, 2, 2], 3).after([1, 1, 1], 5)
+    other = Deal(**deal.state())
+    assert [other.batch(rank, 0) for rank in range(5)] == [deal.batch(rank, 0) for rank in range(5)]
+
+
+def test_epochs_differ_and_seeds_too() -> None:
+    first = Deal(50, 10, 0, 2)
+    orders = [first, first.next_epoch(), Deal(50, 10, 1, 2)]
+    assert len({tuple(one.remaining.tolist()) for one in orders}) == 3
+
+
+def dealt(dealer: Dealer, rank: int, until: int = 1, batch_size: int = 8) -> list[int]:
+    batches = dealer.batches(range(32), batch_size, 0, until, lambda batch: batch, lambda: rank)
+    return [sample for batch in batches for sample in batch]
+
+
+def test_a_dealer_deals_an_epoch_and_the_next() -> None:
+    dealers = [Dealer(), Dealer()]
+    for dealer in dealers:
+        dealer.regroup((), 2)
+    for until in (1, 2):
+        assert sorted(dealt(dealers[0], 0, until) + dealt(dealers[1], 1, until)) == list(range(32))
+    assert dealt(dealers[0], 0, 2) == []
+
+
+def test_a_dealer_that_begins_after_a_change_agrees_with_one_that_began_before() -> None:
+    early, late = Dealer(), Dealer()
+    for dealer in (early, late):
+        dealer.regroup((), 2)
+    first = next(early.batches(range(32), 8, 0, 1, lambda batch: batch, lambda: 0))
+    for dealer in (early, late):
+        dealer.regroup((1, 0), 2)
+    assert sorted([*first, *dealt(early, 0), *dealt(late, 1)]) == list(range(32))
+
+
+@pytest.mark.parametrize("drawn", [2, 3, 4])
+def test_an_epoch_ends_where_the_group_changes_after_its_last_step(drawn: int) -> None:
+    """A loop over an epoch's batches does not slide into the next one."""
+    dealer, late = Dealer(), Dealer()
+    dealer.regroup((), 1)
+    batches = dealer.batches(range(32), 8, 0, 1, lambda batch: batch, lambda: 0)
+    taken = [sample for _ in range(drawn) for sample in next(batches)]
+    dealer.regroup((drawn,), 2)
+    late.regroup((), 2)
+    late.load(dealer.state())
+    assert sorted([*taken, *(sample for batch in batches for sample in batch), *dealt(late, 1)]) == list(range(32))
+    assert (dealer.epochs, late.epochs) == (1, 1)
+    assert sorted(dealt(dealer, 0, 2) + dealt(late, 1, 2)) == list(range(32))
+
+
+def test_other_data_or_too_few_samples_are_refused() -> None:
+    dealer = Dealer()
+    dealer.regroup((), 2)
+    dealt(dealer, 0)
+    with pytest.raises(ValueError, match="deals one data set"):
+        dealt(dealer, 0, 2, batch_size=16)
+    small = Dealer()
+    small.regroup((), 2)
+    with pytest.raises(ValueError, match="lower batch_size"):
+        dealt(small, 0, batch_size=64)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "said"),
+    [(iter([1]), 1, "TypeError: dataset is a list_iterator"), (range(9), 0, "0, expected"), (range(9), -1, "-1, exp")],
+)
+def test_what_cannot_be_dealt(dataset, batch_size, said):
+    dealer = Dealer()
+    dealer.regroup((), 2)
+    with pytest.raises((TypeError, ValueError)) as told:
+        next(dealer.batches(dataset, batch_size, 0, 1, list, int))
+    assert said in f"{told.typename}: {told.value}"
+
+
+def test_a_global_batch_that_is_larger_than_asked_for_is_said(caplog):
+    dealer = Dealer()
+    dealer.regroup((), 3)
+    assert len(next(dealer.batches(range(9), 2, 0, 1, list, int))) == 1
+    assert "the global batch is 3, one sample for each rank, not batch_size=2" in caplog.text
