@@ -153,8 +153,10 @@ class Wrapping(Optimizer):
     def let_in(self, *, at_once: bool = False) -> None:
         """Opens an elastic group for ranks that come and go, at the end of a step; every rank calls it there.
 
-        at_once: no step of this rank's follows; else what comes before the next one, as a metric or a checkpoint of all
-        ranks, is still done by those who have taken this one, and a scheduler's step is in a newcomer's state.
+        Args:
+            at_once: No step of this rank's follows. Else what comes before the next one, as a metric or a checkpoint of
+                all ranks, is still done by those who have taken this one, and a scheduler's step is in a newcomer's
+                state.
         """
         self._comm.claim(self)
         self._admits = True
