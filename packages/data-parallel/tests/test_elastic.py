@@ -189,7 +189,7 @@ def trained_with(comm, kind, arrives=0.0, joins=RANKS - 1, **other):
     """A rank that trains, the last of which comes later; everything by step, and what the newcomer began with."""
     if comm.rank == joins:
         comm.elapse(arrives)
-    world, model = Elastic(comm, at_least=1 if comm.rank == joins else 3), new_model()
+    world, model = Elastic(comm, at_least=RANKS - 1), new_model()
     optimizer = made(kind, model, world, **other)
     began, history = (result_of(optimizer, model), optimizer.stats()["steps"]), {}
     while (step := optimizer.stats()["steps"]) < LONG:
@@ -239,7 +239,7 @@ def test_a_newcomer_of_another_kind_is_told_and_the_others_go_on(other):
         comm.elapse(ARRIVES)
         model = new_model({"a": (8,), "b": (20, 3)} if other == "model" else SHAPES)
         with pytest.raises(ValueError, match="other settings or another model"):
-            made("gtopk", model, Elastic(comm), **({} if other == "model" else other))
+            made("gtopk", model, Elastic(comm, at_least=RANKS - 1), **({} if other == "model" else other))
         return None
 
     *others, _ = SimulatedWorld(RANKS).run(body)
@@ -366,7 +366,7 @@ def test_a_checkpoint_that_a_newcomer_loads_is_refused_there_and_the_others_go_o
         if comm.rank != RANKS - 1:
             return trained_with(comm, "gtopk")
         comm.elapse(ARRIVES)
-        optimizer = made("gtopk", new_model(SHAPES), Elastic(comm))
+        optimizer = made("gtopk", new_model(SHAPES), Elastic(comm, at_least=RANKS - 1))
         with pytest.raises(RuntimeError, match="has the state of those who train"):
             optimizer.load_state_dict(optimizer.state_dict())
         return None
