@@ -6,8 +6,6 @@ Measured by the functions that `advise` measures with, on one rank, for the trai
 ns an element of the gradient, merging in ns an entry, by algorithm and wire. `advised` makes a record's advice.
 """
 
-from __future__ import annotations
-
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ from sparse_collectives.advise.situation import DENSITIES, LINKS, Situation
 from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
 
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
 
 PARAMETERS, RANKS, STEP_SECONDS = 25_000_000, 32, 0.25
 """The training whose advice is shown."""
@@ -48,7 +46,6 @@ def main(argv: Sequence[str] = ()) -> int:
         {"density": density, "what": what, "ns": statistics.median(ns), "ns_samples": ns}
         for (density, what), ns in samples.items()
     ]
-    print(as_text(rows, COLUMNS))
     record(options, rows, labels=COLUMNS[:2], values=COLUMNS[2:], against=AGAINST)
     return 0
 

@@ -11,8 +11,6 @@ measured in the same launch. sent and rounds: next to the algorithm's expression
 rank 0; x_mpi_least: the shortest call in units of MPI's shortest.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +26,8 @@ from sparse_compress import TopK
 
 from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole
 from bench.real_ranks import found_by, process_group, tell, unhindered
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
+from bench.turns import in_turns
 
 QUICK = ((2, 10**6, 0.01), (2, 10**6, 0.001), (2, 25 * 10**6, 0.01), (4, 10**6, 0.01))
 FULL = tuple((size, n, density) for size in (2, 4) for n in (10**6, 25 * 10**6) for density in (0.01, 0.001))
@@ -51,8 +50,8 @@ def main(argv: Sequence[str] = ()) -> int:
         mine = [(n, density) for ranks, n, density in cases if ranks == size]
         with unhindered(size) as ranks:
             rows += found_by(ranks, on_rank, options.repeats, mine, mpi=True, timeout=1800)
-    print(as_text(rows, (*LABELS, *(f"{part}_ms" for part in (*PARTS, "whole")), *RATIOS, *COUNTS)))
-    record(options, rows, labels=LABELS, values=("x_mpi",), against=AGAINST)
+    shown = (*LABELS, *(f"{part}_ms" for part in (*PARTS, "whole")), *RATIOS, *COUNTS)
+    record(options, rows, labels=LABELS, values=("x_mpi",), against=AGAINST, shown=shown)
     return 0
 
 
@@ -87,15 +86,9 @@ def _measure(
             calls[name] = partial(sparse, Training(comm, name, entry, TopK(density), world.Barrier), own)
         else:
             calls[name] = counted(comm, partial(allreduce, gradient, comm, native=False))
-    taken: dict[str, list[Times]] = {name: [] for name in calls}
-    for _ in range(repeats + 1):
-        for name, call in calls.items():
-            world.Barrier()
-            own.copy_(gradient)
-            taken[name].append(call())
-    counted_in = {name: times[1:] for name, times in taken.items()}
-    medians = {name: medians_of(times) for name, times in counted_in.items()}
-    whole_ms = {name: [1e3 * one["whole"] for one in times] for name, times in counted_in.items()}
+    taken = in_turns(calls, repeats, before=lambda: (world.Barrier(), own.copy_(gradient)))
+    medians = {name: medians_of(times) for name, times in taken.items()}
+    whole_ms = {name: [1e3 * one["whole"] for one in times] for name, times in taken.items()}
     return [_row(name, medians, whole_ms, comm, numel, TopK(density).entries(numel), link) for name in calls]
 
 

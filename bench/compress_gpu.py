@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from sparse_compress import ErrorFeedback, TopK, topk
 
-from bench.compress import Call, torch_feedback_step, torch_topk
-from bench.record import as_text, asked, parser_of, record
+from bench.compress import LABELS, Call, torch_feedback_step, torch_topk
+from bench.record import asked, parser_of, record
 
-LABELS = ("what", "n", "k")
 AGAINST = "torch.topk(x.abs()), the same step written with it, and one copy of the input"
 
 
@@ -33,9 +32,9 @@ def main(argv: Sequence[str] = ()) -> int:
     print(", ".join(f"{name} {value}" for name, value in options.facts.items()))
     sizes = (10**6, 10**7, 10**8, *([10**9] if options.full else []))
     memory = torch.cuda.get_device_properties(0).total_memory
-    rows = [row for n in sizes if 40 * n <= memory for row in measure(n)]
-    print(as_text(rows, (*LABELS, "ours_ms", "torch_ms", "floor_ms", "speedup")))
-    record(options, rows, labels=LABELS, values=("speedup",), against=AGAINST)
+    rows = (row for n in sizes if 40 * n <= memory for row in measure(n))
+    shown = (*LABELS, "ours_ms", "torch_ms", "floor_ms", "speedup")
+    record(options, rows, labels=LABELS, values=("speedup",), against=AGAINST, shown=shown)
     return 0
 
 

@@ -9,8 +9,6 @@ take turns, so that what else the machine does meets all of them: median of the 
 idle: share of a core that a rank takes while nothing happens, with a partial allreduce open and without.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +30,7 @@ STEP_SECONDS, TURN_STEPS = 0.1, 5
 SYNCHRONOUS = "plain allreduce"
 QUORUMS: dict[str, Any] = {"solo": "solo", "2 of 4": 2, "majority": "majority", "4 of 4": RANKS}
 
+SHOWN = ("how", "call_ms", "delayed_ms", "overhead", "overhead_low", "overhead_high", "idle_share")
 AGAINST = "a plain allreduce by all"
 
 
@@ -42,13 +41,7 @@ def main(argv: Sequence[str] = ()) -> int:
     options = asked(parser, argv, steps=(60, 300))
     with unhindered(RANKS) as ranks:
         [rows] = found_by(ranks, on_rank, options.steps, mpi=True)
-    print(f"{'':>16} {'call':>8} {'delayed':>8}  ms, overhead [quartiles]")
-    for row in rows:
-        spread = f"{row['overhead']:7.1%} [{row['overhead_low']:.1%}, {row['overhead_high']:.1%}]"
-        print(f"{row['how']:>16} {row['call_ms']:8.2f} {row['delayed_ms']:8.2f}   {spread}")
-    idle = rows[0]["idle_share"], rows[-1]["idle_share"]
-    print(f"idle: {idle[1]:.1%} of a core with a partial allreduce open, {idle[0]:.1%} without")
-    record(options, rows, labels=("how",), values=("call_ms", "delayed_ms"), against=AGAINST)
+    record(options, rows, labels=SHOWN[:1], values=SHOWN[1:3], against=AGAINST, shown=SHOWN)
     return 0
 
 

@@ -3,8 +3,6 @@
 `found_by` calls a module's function on every rank; one of them calls `tell`, and `found_by` returns what was told.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

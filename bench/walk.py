@@ -9,8 +9,6 @@ first optimizer step; cifar-2: the same with --nworkers 2. Counted on rank 0, on
 profiler. calls: a mean of steps; polling by the background is in it, so that it differs from run to run by some.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -31,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.entered import FOUND, Entered
 from bench.real_ranks import found_by, tell, unhindered
-from bench.record import ROOT, as_text, asked, parser_of, record
+from bench.record import ROOT, asked, parser_of, record
 
 Calls = dict[tuple[str, str, str], int]
 """By package, file and function, how often it was entered in a step."""
@@ -54,8 +52,7 @@ def main(argv: Sequence[str] = ()) -> int:
         rows += [_row(way, package, steps) for package in (*sorted({key[0] for key in steps[0]}), "together")]
         for (_, file, name), count in sorted(Counter(steps[0]).items()) if options.list else ():
             print(f"{way:8} {file} {name} {count}")
-    print(as_text(rows, (*LABELS, *COUNTS)))
-    record(options, rows, labels=LABELS, values=COUNTS[2:], against=AGAINST)
+    record(options, rows, labels=LABELS, values=COUNTS[2:], against=AGAINST, shown=(*LABELS, *COUNTS))
     return 0
 
 
