@@ -4,8 +4,6 @@ With another number of ranks only from an epoch's end, because from there on the
 ranks share (parameters, and SGD's state) stays as it is; what was each rank's own is shared out by rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
