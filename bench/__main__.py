@@ -30,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(name: str, options: Sequence[str]) -> int:
     print(f"\n== {name}", flush=True)
-    status: int = resolve_name(BENCHMARKS[name])(options)
-    return status
+    return resolve_name(BENCHMARKS[name])(options) or 0
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ COMMAND = f"python -m sparse_collectives.advise --parameters {PARAMETERS / 1e6:g
 LEFT_OUT = "…"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Measures, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Measures, prints the table."""
     parser = parser_of("advise", __doc__, full="10 repeats instead of 1")
     parser.add_argument("--repeats", type=int, help="measurements of each, default 1, with --full 10")
     options = asked(parser, argv, repeats=(1, 10))
@@ -47,7 +47,6 @@ def main(argv: Sequence[str] = ()) -> int:
         for (density, what), ns in samples.items()
     ]
     record(options, rows, labels=COLUMNS[:2], values=COLUMNS[2:], against=AGAINST)
-    return 0
 
 
 def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:

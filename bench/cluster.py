@@ -162,8 +162,8 @@ SHOWN = ("how", "share", "least", "most", "contributors", "hours")
 AGAINST = "ranks that never wait, are late or die"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Prints the table."""
     parser = parser_of("cluster", __doc__, full="ten times as many hours; a day by Elastic itself")
     parser.add_argument("--ranks", type=int, default=256, help="default 256")
     parser.add_argument("--hours", type=float, help="of the virtual clock; default 24, with --full 240")
@@ -179,7 +179,6 @@ def main(argv: Sequence[str] = ()) -> int:
     record(
         options, starmap(_row, runs), labels=("how",), values=("share", "contributors"), against=AGAINST, shown=SHOWN
     )
-    return 0
 
 
 def _row(how: str, cluster: Cluster | ElasticCluster, hours: float, seeds: int) -> dict[str, Any]:

@@ -39,8 +39,8 @@ BF16 = "dense in bf16"
 AGAINST = "mpi4py's Allreduce and gloo's all_reduce of the same n, and α·rounds + β·bytes of the same link"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Starts the ranks, prints the table."""
     parser = parser_of("collectives", __doc__, full="every size, density and number of ranks: minutes")
     parser.add_argument("--repeats", type=int, default=7, help="default 7")
     options = asked(parser, argv)
@@ -52,7 +52,6 @@ def main(argv: Sequence[str] = ()) -> int:
             rows += found_by(ranks, on_rank, options.repeats, mine, mpi=True, timeout=1800)
     shown = (*LABELS, *(f"{part}_ms" for part in (*PARTS, "whole")), *RATIOS, *COUNTS)
     record(options, rows, labels=LABELS, values=("x_mpi",), against=AGAINST, shown=shown)
-    return 0
 
 
 def on_rank(repeats: int, cases: Sequence[tuple[int, float]]) -> None:

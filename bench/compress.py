@@ -33,8 +33,8 @@ LABELS, THREADS = ("what", "n", "k"), ("what", "n", "k", "threads", "one_ms", "m
 AGAINST = "torch.topk(x.abs()) and the same step written with it"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Print the table, line by line as it is measured; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Print the table, line by line as it is measured."""
     parser = parser_of("compress", __doc__, full="more rounds and n = 10⁸: minutes")
     options = asked(parser, argv)
     torch.set_num_threads(1)
@@ -43,7 +43,6 @@ def main(argv: Sequence[str] = ()) -> int:
     more["levels"] = list(compress_levels.report(full=options.full))
     shown, rows = (*LABELS, "ours_ms", "torch_ms", "speedup", "sweeps"), measure(full=options.full)
     record(options, rows, labels=LABELS, values=("speedup",), against=AGAINST, shown=shown, **more)
-    return 0
 
 
 def measure(*, full: bool) -> Iterator[Row]:

@@ -27,8 +27,8 @@ from bench.record import asked, parser_of, record
 AGAINST = "dense, with the same seed"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains with one seed after another, prints a line for each; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains with one seed after another, prints a line for each."""
     parser = parser_of("demo", __doc__, full="5 seeds instead of 1")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 5")
     options = asked(parser, argv, seeds=(1, 5))
@@ -36,7 +36,6 @@ def main(argv: Sequence[str] = ()) -> int:
     values = ("mean", "least", "most")
     shown = ("algorithm", *values, "at_default", "behind", "behind_at_default", "error")
     record(options, rows, labels=shown[:1], values=values, against=AGAINST, shown=shown)
-    return 0
 
 
 def _trained(seed: int) -> dict[str, Summary]:

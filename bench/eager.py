@@ -28,8 +28,8 @@ COLUMNS, VALUES = ("seconds", "whole", "accuracy", "rounds"), ("speedup", "whole
 AGAINST = "synchronous SGD with the same delays, and the bound for them"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains, prints the table."""
     parser = parser_of("eager", __doc__, full="the numbers to report")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
@@ -39,7 +39,6 @@ def main(argv: Sequence[str] = ()) -> int:
     more: dict[str, Any] = {"ranks": on_ranks(options.steps)} if options.steps else {}
     shown = (*LABELS, *COLUMNS, *VALUES)
     record(options, rows, labels=LABELS, values=VALUES, against=AGAINST, shown=shown, **more)
-    return 0
 
 
 def ways(ranks: int) -> dict[str, Any]:

@@ -71,8 +71,8 @@ LEARNT = {
 }
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains, prints the table."""
     parser = parser_of("elastic-learning", __doc__, full="5 seeds")
     parser.add_argument("--seeds", type=int, help="default 2, with --full 5")
     parser.add_argument("--tasks", nargs="+", choices=list(LEARNT), default=list(LEARNT), help="default all")
@@ -80,7 +80,6 @@ def main(argv: Sequence[str] = ()) -> int:
     cases = [(task, way, deaths) for task in options.tasks for way in LEARNT[task].rates for deaths in (0, DEATHS)]
     rows, shown = (_row(*case, options.seeds) for case in cases), (*LABELS, "score", "least", "most")
     record(options, rows, labels=LABELS, values=("score",), against="the same without deaths", shown=shown)
-    return 0
 
 
 def _row(task: str, way: str, deaths: int, seeds: int) -> dict[str, Any]:

@@ -40,8 +40,8 @@ WIDTH, HEIGHT, PHOTOGRAPHS, PICTURES = 500, 375, 64, 2000
 AGAINST = "the training step that the batches are for"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Prints a row for each model and number of readers; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Prints a row for each model and number of readers."""
     parser = parser_of("input", __doc__, full="the numbers to report")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default resnet20, resnet18; with --full all")
     parser.add_argument("--readers", type=int, nargs="+", default=[0, 1, 2, 4], help="default 0 1 2 4")
@@ -53,7 +53,6 @@ def main(argv: Sequence[str] = ()) -> int:
         every = (_measured(model, Path(folder), options.readers, options.seconds) for model in options.models)
         rows, labels, values = chain.from_iterable(every), ("model", "readers"), ("input", "need")
         record(options, rows, labels=labels, values=values, against=AGAINST, shown=COLUMNS)
-    return 0
 
 
 def _measured(model: str, folder: Path, readers: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:

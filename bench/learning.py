@@ -105,8 +105,8 @@ TASKS = {
 }
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains them one after another, prints a row for each; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains them one after another, prints a row for each."""
     parser = parser_of("learning", __doc__, full="the numbers to report")
     parser.add_argument("--task", choices=TASKS, default="digits", help="default digits")
     parser.add_argument("--ranks", type=int, help="default 4, of averaging 2")
@@ -129,7 +129,6 @@ def main(argv: Sequence[str] = ()) -> int:
         against, shown = f"{task.first}, with the same settings and seeds", labels + COLUMNS[1:]
         rows = _rows(task, runs)
         record(options, rows, name=task.name, labels=labels, values=("mean",), against=against, shown=shown)
-    return 0
 
 
 def _rows(task: Learning, runs: Mapping[tuple[str, str], Sequence[Future[dict[str, Any]]]]) -> Iterator[dict[str, Any]]:

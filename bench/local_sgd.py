@@ -33,8 +33,8 @@ COLUMNS = ("algorithm", "sync_every", "step", "overhead", "hidden", "bytes_a_ste
 AGAINST = "computing alone, and synchronous SGD"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Starts the ranks, prints the table."""
     parser = parser_of("local-sgd", __doc__, full="three times as many rounds")
     parser.add_argument("--ranks", type=int, default=2, help="default 2")
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
@@ -47,7 +47,6 @@ def main(argv: Sequence[str] = ()) -> int:
         print(f"P = {options.ranks}, {WIDTH * WIDTH * LAYERS:,} parameters, {link.describe()}", flush=True)
         rows = found_by(link, on_rank, options.share, options.rounds, mpi=True)
     record(options, rows, labels=COLUMNS[:1], values=("overhead", "hidden"), against=AGAINST, shown=COLUMNS)
-    return 0
 
 
 def on_rank(share: float, rounds: int) -> None:

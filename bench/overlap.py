@@ -41,8 +41,8 @@ COLUMNS = (
 AGAINST = "the same exchange alone, nothing else to do"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Starts the ranks, prints the table."""
     parser = parser_of("overlap", __doc__, full="more bucket sizes")
     parser.add_argument("--buckets", type=float, nargs="+", metavar="MIB", help="default 1 4 16, with --full 1 to 32")
     parser.add_argument("--mbit", type=float, default=25.0, help="link rate, default 25")
@@ -54,7 +54,6 @@ def main(argv: Sequence[str] = ()) -> int:
         options.facts["link"] = link.describe()
         rows = found_by(link, on_rank, options.repeats, options.buckets, mpi=True)
     record(options, rows, labels=COLUMNS[:3], values=COLUMNS[-1:], against=AGAINST, shown=COLUMNS)
-    return 0
 
 
 def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:

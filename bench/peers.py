@@ -196,8 +196,8 @@ WAYS: dict[str, tuple[str, Way, str]] = {
 WARMED = {name for name in WAYS if name.startswith(("gtopk", "spardl"))}
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Starts the ranks, prints the table."""
     parser = parser_of("peers", __doc__, full="P = 4 too, 20 epochs of 3 seeds instead of 6 of 1")
     add_link(parser)
     parser.add_argument("--ranks", type=int, nargs="+", metavar="P", help="default 2; with --full 2 and 4")
@@ -223,7 +223,6 @@ def main(argv: Sequence[str] = ()) -> int:
             rows.append(row)
     more = {"test_images": TEST_IMAGES, "epochs": options.epochs}
     record(options, rows, labels=("way", "P"), values=("over_ddp",), against=AGAINST, shown=COLUMNS, **more)
-    return 0
 
 
 def _launched(link: SlowLink | ThrottledLink, part: str, *words: int) -> dict[str, list[float]]:

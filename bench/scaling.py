@@ -80,8 +80,8 @@ def gtopk_link() -> Link:
     return Link(scaling["alpha"], scaling["beta"])
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Prints the table."""
     parser = parser_of("scaling", __doc__, full="also other P than 32, of gtopk up to 1,024")
     options = asked(parser, argv)
     torch.set_num_threads(1)
@@ -91,7 +91,6 @@ def main(argv: Sequence[str] = ()) -> int:
     values, draw = ("over_ring", "published_over_dense"), partial(_draw, models=models)
     rows = chain.from_iterable(parts)
     record(options, rows, labels=SHOWN[:3], values=values, against=AGAINST, shown=SHOWN, draw=draw)
-    return 0
 
 
 def _of_gtopk(model: Model, link: Link, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -165,8 +165,8 @@ def row_of(algorithm: str, pixels: int, steps: Sequence[tuple[float, ...]]) -> d
 AGAINST = "the same steps as a bare loop"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Prints a line for each algorithm; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Prints a line for each algorithm."""
     parser = parser_of("trainer", __doc__, full="five times as many")
     parser.add_argument("--epochs", type=int, help="of 45 steps; default 2, with --full 10")
     options = asked(parser, argv, epochs=(2, 10))
@@ -179,4 +179,3 @@ def main(argv: Sequence[str] = ()) -> int:
     labels, values = ("algorithm", "pixels"), ("bare_ms", "same_ms", "trainer_ms")
     shown = (*labels, *values, "loop_percent", "overhead_percent", "steps")
     record(options, rows, labels=labels, values=values, against=AGAINST, shown=shown)
-    return 0

@@ -39,8 +39,8 @@ SHORT = ("--max-epochs", "1", "--batch-size", "360")
 AGAINST = "an earlier walk: what a change adds to the way"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Takes each way, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Takes each way, prints the table."""
     parser = parser_of("walk", __doc__, full="20 steps, not one")
     parser.add_argument("--steps", type=int, help="of hook and average, counted; default 1, with --full 20")
     parser.add_argument("--only", choices=WAYS, help="this way alone")
@@ -53,7 +53,6 @@ def main(argv: Sequence[str] = ()) -> int:
         for (_, file, name), count in sorted(Counter(steps[0]).items()) if options.list else ():
             print(f"{way:8} {file} {name} {count}")
     record(options, rows, labels=LABELS, values=COUNTS[2:], against=AGAINST, shown=(*LABELS, *COUNTS))
-    return 0
 
 
 def _row(way: str, package: str, steps: Sequence[Calls]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ QUICK = {"ways": (DENSE, FIRST, RECOMMENDED), "tasks": ("cnn-digits", "vit-digit
 AGAINST = "dense, with the same settings and seeds"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains what is missing, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains what is missing, prints the table."""
     options = _asked(argv)
     known = _known(options.output)
     runs = list(_runs(options))
@@ -48,7 +48,6 @@ def main(argv: Sequence[str] = ()) -> int:
         _write_accuracy(options.accuracy, every)
     curves.write(options.output, list(known.values()))
     record(options, every, labels=LABELS[:5], values=("mean",), against=AGAINST, shown=SHOWN, draw=densities.draw)
-    return 0
 
 
 def _asked(argv: Sequence[str]) -> argparse.Namespace:

@@ -30,8 +30,8 @@ SHOWN = ("sweep", "setting", "density", "seeds", "mean", "least", "most", "dense
 AGAINST = "dense, with the same learning rate, steps and seeds"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains all, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains all, prints the table."""
     parser = parser_of("sweeps", __doc__, full="the numbers to report: minutes")
     parser.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
     parser.add_argument("--seeds", type=int, help="default 1; full 3")
@@ -48,7 +48,6 @@ def main(argv: Sequence[str] = ()) -> int:
     setup = {"task": TASK, "ranks": options.ranks, "steps": options.steps, "ranks_are": "simulated"}
     more: dict[str, Any] = {"draw": partial(draw, delta=found), "setup": setup, "delta": found}
     record(options, rows, labels=SHOWN[:3], values=("mean",), against=AGAINST, shown=SHOWN, **more)
-    return 0
 
 
 def _scores(setting: Setting, delta: list[dict[str, Any]], *, ranks: int, seeds: int, steps: int) -> list[float]:

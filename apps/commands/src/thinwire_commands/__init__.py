@@ -3,11 +3,8 @@
 The names are folders without an `__init__.py`, so a package of the same name that is installed goes before them.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from thinwire_trainer import version_of
 
-try:
-    __version__ = version("thinwire-commands")
-except PackageNotFoundError:  # sources that are on the path without being installed
-    __version__ = "0+unknown"
+__version__ = version_of("thinwire-commands")
 
 __all__ = ["__version__"]

@@ -62,8 +62,10 @@ def resume(
         if comm.rank == 0:
             folder.require_kept(kept)
         resizes = options.residuals if options.elastic is None else len(manifest.files) != comm.size
-        read = _shared_out if resizes else _own
-        state = read(chosen, manifest, replica, options, comm, steps_of)
+        if resizes:
+            state = _shared_out(chosen, manifest, replica, options, comm, steps_of)
+        else:
+            state = _read(chosen, manifest, comm.rank, options, steps_of(comm.size))
         if comm.rank == 0:
             folder.metrics.check(manifest.metrics_nbytes, manifest.metrics_sha256)
     with all_or_none(comm), _advising(which), _fitting(chosen / file_name(comm.rank % len(manifest.files))):
@@ -99,13 +101,6 @@ def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | 
             name = chosen.name if chosen else ""
     name = gather_texts(name, comm)[0]
     return folder.checkpoints.path / name if name else None
-
-
-def _own(
-    chosen: Path, manifest: Manifest, replica: Replica, options: Options, comm: Communicator, steps_of: StepsOf
-) -> State:
-    """This rank's state."""
-    return _read(chosen, manifest, comm.rank, options, steps_of(comm.size))
 
 
 def _shared_out(
