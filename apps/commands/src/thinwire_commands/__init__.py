@@ -3,8 +3,11 @@
 The names are folders without an `__init__.py`, so a package of the same name that is installed goes before them.
 """
 
-from thinwire_trainer import version_of
+from importlib.metadata import PackageNotFoundError, version
 
-__version__ = version_of("thinwire-commands")
+try:
+    __version__ = version("thinwire-commands")
+except PackageNotFoundError:  # sources that are on the path without being installed
+    __version__ = "0+unknown"
 
 __all__ = ["__version__"]
