@@ -6,8 +6,6 @@ Measured by the functions that `advise` measures with, on one rank, for the trai
 ns an element of the gradient, merging in ns an entry, by algorithm and wire. `advised` makes a record's advice.
 """
 
-from __future__ import annotations
-
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ from sparse_collectives.advise.situation import DENSITIES, LINKS, Situation
 from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
 
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
 
 PARAMETERS, RANKS, STEP_SECONDS = 25_000_000, 32, 0.25
 """The training whose advice is shown."""
@@ -33,8 +31,8 @@ COMMAND = f"python -m sparse_collectives.advise --parameters {PARAMETERS / 1e6:g
 LEFT_OUT = "…"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Measures, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Measures, prints the table."""
     parser = parser_of("advise", __doc__, full="10 repeats instead of 1")
     parser.add_argument("--repeats", type=int, help="measurements of each, default 1, with --full 10")
     options = asked(parser, argv, repeats=(1, 10))
@@ -48,9 +46,7 @@ def main(argv: Sequence[str] = ()) -> int:
         {"density": density, "what": what, "ns": statistics.median(ns), "ns_samples": ns}
         for (density, what), ns in samples.items()
     ]
-    print(as_text(rows, COLUMNS))
     record(options, rows, labels=COLUMNS[:2], values=COLUMNS[2:], against=AGAINST)
-    return 0
 
 
 def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:

@@ -8,20 +8,13 @@ that the ranks sent. Without --write prints each case that differs from bench/bi
 --real: over gloo and MPI as well, for the DDP hook and HSDP, and a few of the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +26,7 @@ from sparse_collectives import ALGORITHMS, WIRES, sparse_allreduce
 from sparse_compress import SparseVector, topk
 from torch import Tensor, nn
 
+from bench.real_ranks import found_by, tell, unhindered
 from bench.record import ROOT
 
 STEPS = 12
@@ -53,10 +47,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--write", action="store_true", help="make the file anew instead of comparing with it")
     parser.add_argument("--real", action="store_true", help="real ranks too, two minutes more")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
-    parser.add_argument("--rank", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.rank:
-        return _on_rank(Path(options.rank))
     found = dict(_simulated(options.only)) | (_real(options.only) if options.real else {})
     if options.write:
         HERE.write_text(json.dumps(found, indent=0) + "\n")
@@ -240,49 +231,32 @@ def _real(only: str) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for transport, sizes in REAL_SIZES.items():
         for size in sizes:
-            with tempfile.TemporaryDirectory() as folder:
-                subprocess.run(
-                    _launch(transport, size, folder), check=True, timeout=600, env=os.environ | {"BITS": only}
-                )
-                ranks = [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(size)]
-            for name in ranks[0]:
-                parts = [rank[name] for rank in ranks]
-                sent = [part[3] for part in parts]
-                found[f"{name}, {transport} {size}"] = [*hashed([part[:3] for part in parts]), sent]
+            with unhindered(size) as ranks:
+                told = dict(found_by(ranks, on_rank, only, mpi=transport == "mpi", timeout=600))
+            found |= {f"{name}, {transport} {size}": hashes for name, hashes in told.items()}
     return found
 
 
-def _launch(transport: str, size: int, folder: str) -> list[str]:
-    itself = ["-m", "bench", "bits", "--rank", folder]
-    if transport == "mpi":
-        return ["mpiexec", "-n", str(size), sys.executable, "-m", "mpi4py", *itself]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return [sys.executable, *torchrun, *itself]
-
-
-def _on_rank(folder: Path) -> int:
-    """On a real rank: leaves what it found in a file."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from bench.real_ranks import process_group
-
-        with process_group():
-            _leave(folder, {**_adapters_of_torch(), **dict(_few())})
-    else:
+def on_rank(only: str) -> None:
+    """One rank's part; rank 0 tells each case's name and hashes."""
+    world = None
+    made = _adapters_of_torch() if torch.distributed.is_initialized() else {}
+    if not made:
         from mpi4py import MPI
 
-        _leave(folder, dict(_few(MPI.COMM_WORLD)))
-    return 0
-
-
-def _leave(folder: Path, made: dict[str, Case]) -> None:
-    comm = as_communicator(None)
-    found = {}
-    for name, case in made.items():
-        if os.environ.get("BITS", "") in name:
+        world = MPI.COMM_WORLD
+    comm = as_communicator(world)
+    for name, case in {**made, **dict(_few(world))}.items():
+        if only in name:
             before = comm.bytes_sent
-            parts = _quietly(case)(comm)
-            found[name] = (*parts, comm.bytes_sent - before)
-    torch.save(found, folder / str(comm.rank))
+            parts = (*_quietly(case)(comm), comm.bytes_sent - before)
+            ranks = [parts] * comm.size
+            if world is not None:
+                ranks = world.allgather(parts)
+            else:
+                torch.distributed.all_gather_object(ranks, parts)
+            if comm.rank == 0:
+                tell([name, [*hashed([rank[:3] for rank in ranks]), [rank[3] for rank in ranks]]])
 
 
 def _few(world: Any = None) -> Iterator[tuple[str, Case]]:

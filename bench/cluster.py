@@ -20,11 +20,10 @@ with the same troubles and costs; it exchanges every 500 steps, and checkpoints 
 default, and with --full a day by three seeds.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -159,11 +158,12 @@ class Cluster:
         return ranks.given * self.troubles.step / (self.size * now), contributors / number
 
 
+SHOWN = ("how", "share", "least", "most", "contributors", "hours")
 AGAINST = "ranks that never wait, are late or die"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Prints the table."""
     parser = parser_of("cluster", __doc__, full="ten times as many hours; a day by Elastic itself")
     parser.add_argument("--ranks", type=int, default=256, help="default 256")
     parser.add_argument("--hours", type=float, help="of the virtual clock; default 24, with --full 240")
@@ -171,29 +171,20 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--elastic-hours", type=float, help="of the last row; default 3, with --full 24; 0: without it")
     parser.add_argument("--elastic-seeds", type=int, help="of the last row; default 1, with --full 3")
     options = asked(parser, argv, hours=(24.0, 240.0), elastic_hours=(3.0, 24.0), elastic_seeds=(1, 3))
-    rows: list[dict[str, Any]] = []
     runs: list[tuple[str, Cluster | ElasticCluster, float, int]]
     runs = [(how, cluster, options.hours, options.seeds) for how, cluster in ways(options.ranks).items()]
     if options.elastic_hours:
         elastic = ElasticCluster(options.ranks)
         runs.append((elastic.how, elastic, options.elastic_hours, options.elastic_seeds))
-    for how, cluster, hours, seeds in runs:
-        shares, brought = zip(*(cluster.shares(hours, seed) for seed in range(seeds)), strict=True)
-        row = {
-            "how": how,
-            "hours": hours,
-            "share": statistics.median(shares),
-            "least": min(shares),
-            "most": max(shares),
-        }
-        rows.append({**row, "share_samples": list(shares), "contributors": statistics.median(brought)})
-        spread = f"{row['share']:.1%} [{row['least']:.1%}, {row['most']:.1%}]"
-        print(
-            f"{how:>25}: {spread} of the throughput, {statistics.median(brought):.1%} in a round, {hours:g} hours",
-            flush=True,
-        )
-    record(options, rows, labels=("how",), values=("share", "contributors"), against=AGAINST)
-    return 0
+    record(
+        options, starmap(_row, runs), labels=("how",), values=("share", "contributors"), against=AGAINST, shown=SHOWN
+    )
+
+
+def _row(how: str, cluster: Cluster | ElasticCluster, hours: float, seeds: int) -> dict[str, Any]:
+    shares, brought = zip(*(cluster.shares(hours, seed) for seed in range(seeds)), strict=True)
+    spread = {"share": statistics.median(shares), "least": min(shares), "most": max(shares)}
+    return {"how": how, "hours": hours, **spread, "share_samples": shares, "contributors": statistics.median(brought)}
 
 
 def ways(ranks: int) -> dict[str, Cluster]:

@@ -11,8 +11,6 @@ measured in the same launch. sent and rounds: next to the algorithm's expression
 rank 0; x_mpi_least: the shortest call in units of MPI's shortest.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +26,8 @@ from sparse_compress import TopK
 
 from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole
 from bench.real_ranks import found_by, process_group, tell, unhindered
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
+from bench.turns import in_turns
 
 QUICK = ((2, 10**6, 0.01), (2, 10**6, 0.001), (2, 25 * 10**6, 0.01), (4, 10**6, 0.01))
 FULL = tuple((size, n, density) for size in (2, 4) for n in (10**6, 25 * 10**6) for density in (0.01, 0.001))
@@ -40,8 +39,8 @@ BF16 = "dense in bf16"
 AGAINST = "mpi4py's Allreduce and gloo's all_reduce of the same n, and α·rounds + β·bytes of the same link"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Starts the ranks, prints the table."""
     parser = parser_of("collectives", __doc__, full="every size, density and number of ranks: minutes")
     parser.add_argument("--repeats", type=int, default=7, help="default 7")
     options = asked(parser, argv)
@@ -51,9 +50,8 @@ def main(argv: Sequence[str] = ()) -> int:
         mine = [(n, density) for ranks, n, density in cases if ranks == size]
         with unhindered(size) as ranks:
             rows += found_by(ranks, on_rank, options.repeats, mine, mpi=True, timeout=1800)
-    print(as_text(rows, (*LABELS, *(f"{part}_ms" for part in (*PARTS, "whole")), *RATIOS, *COUNTS)))
-    record(options, rows, labels=LABELS, values=("x_mpi",), against=AGAINST)
-    return 0
+    shown = (*LABELS, *(f"{part}_ms" for part in (*PARTS, "whole")), *RATIOS, *COUNTS)
+    record(options, rows, labels=LABELS, values=("x_mpi",), against=AGAINST, shown=shown)
 
 
 def on_rank(repeats: int, cases: Sequence[tuple[int, float]]) -> None:
@@ -87,15 +85,9 @@ def _measure(
             calls[name] = partial(sparse, Training(comm, name, entry, TopK(density), world.Barrier), own)
         else:
             calls[name] = counted(comm, partial(allreduce, gradient, comm, native=False))
-    taken: dict[str, list[Times]] = {name: [] for name in calls}
-    for _ in range(repeats + 1):
-        for name, call in calls.items():
-            world.Barrier()
-            own.copy_(gradient)
-            taken[name].append(call())
-    counted_in = {name: times[1:] for name, times in taken.items()}
-    medians = {name: medians_of(times) for name, times in counted_in.items()}
-    whole_ms = {name: [1e3 * one["whole"] for one in times] for name, times in counted_in.items()}
+    taken = in_turns(calls, repeats, before=lambda: (world.Barrier(), own.copy_(gradient)))
+    medians = {name: medians_of(times) for name, times in taken.items()}
+    whole_ms = {name: [1e3 * one["whole"] for one in times] for name, times in taken.items()}
     return [_row(name, medians, whole_ms, comm, numel, TopK(density).entries(numel), link) for name in calls]
 
 

@@ -1,7 +1,5 @@
 """A sparse allreduce on one rank, timed in parts."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

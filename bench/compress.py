@@ -20,7 +20,8 @@ from sparse_compress import ErrorFeedback, SparseVector, TopK, merge, topk
 from torch import Tensor
 
 from bench import compress_levels
-from bench.record import asked, parser_of, record, with_quantiles
+from bench.record import asked, parser_of, record, told, with_quantiles
+from bench.turns import in_turns, seconds_of
 
 Call = Callable[[], object]
 
@@ -28,27 +29,20 @@ Call = Callable[[], object]
 Row = dict[str, Any]
 """One line of the table; times in CPU milliseconds, of all threads together."""
 
+LABELS, THREADS = ("what", "n", "k"), ("what", "n", "k", "threads", "one_ms", "more_ms")
 AGAINST = "torch.topk(x.abs()) and the same step written with it"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Print the table, line by line as it is measured; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Print the table, line by line as it is measured."""
     parser = parser_of("compress", __doc__, full="more rounds and n = 10⁸: minutes")
     options = asked(parser, argv)
     torch.set_num_threads(1)
     print(", ".join(f"{name} {value}" for name, value in options.facts.items()))
-    print(f"{'':30}{'n':>12}{'k':>11}{'ours':>10}{'torch':>10}{'faster':>9}{'sweeps':>8}")
-    rows = []
-    for row in measure(full=options.full):
-        rows.append(row)
-        print(
-            "{what:30}{n:12,}{k:11,}{ours_ms:7.2f} ms{torch_ms:7.1f} ms{speedup:8.1f}×{sweeps:8.1f}".format_map(row),
-            flush=True,
-        )
-    more: dict[str, Any] = {"threads": [{**row, **with_quantiles(row)} for row in report_threads()]}
+    more: dict[str, Any] = {"threads": [{**row, **with_quantiles(row)} for row in told(report_threads(), THREADS)]}
     more["levels"] = list(compress_levels.report(full=options.full))
-    record(options, rows, labels=("what", "n", "k"), values=("speedup",), against=AGAINST, **more)
-    return 0
+    shown, rows = (*LABELS, "ours_ms", "torch_ms", "speedup", "sweeps"), measure(full=options.full)
+    record(options, rows, labels=LABELS, values=("speedup",), against=AGAINST, shown=shown, **more)
 
 
 def measure(*, full: bool) -> Iterator[Row]:
@@ -71,7 +65,7 @@ def measure(*, full: bool) -> Iterator[Row]:
 
 
 def report_threads() -> Iterator[Row]:
-    """Print and yield what more than one thread costs: as many as there are cores, at least two."""
+    """What more than one thread costs: as many as there are cores, at least two."""
     n, density, threads = 25_600_000, 0.01, max(2, os.cpu_count() or 0)
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
     k = TopK(density).entries(n)
@@ -85,7 +79,6 @@ def report_threads() -> Iterator[Row]:
     for what, call in calls.items():
         one, more = interleaved(5, with_threads(1, call), with_threads(threads, call))
         one_ms, more_ms = statistics.median(one), statistics.median(more)
-        print(f"{what:30}{n:12,}{k:11,}{one_ms:7.2f} ms, given {threads} threads {more_ms:.2f} ms", flush=True)
         row: Row = {"what": what, "n": n, "k": k, "threads": threads, "one_ms": one_ms, "more_ms": more_ms}
         yield row | {"one_ms_samples": one, "more_ms_samples": more}
     torch.set_num_threads(1)
@@ -112,13 +105,8 @@ def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call) 
 
 def interleaved(rounds: int, *calls: Call) -> list[list[float]]:
     """CPU milliseconds of each call in every round, the calls taking turns; a first round warms up."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 1):
-        for call, spent in zip(calls, times, strict=True):
-            start = time.process_time()
-            call()
-            spent.append(1e3 * (time.process_time() - start))
-    return [spent[1:] for spent in times]
+    timed = {number: partial(seconds_of, call, clock=time.process_time) for number, call in enumerate(calls)}
+    return [[1e3 * seconds for seconds in taken] for taken in in_turns(timed, rounds).values()]
 
 
 def torch_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

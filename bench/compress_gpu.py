@@ -16,27 +16,25 @@ from typing import Any
 import torch
 from sparse_compress import ErrorFeedback, TopK, topk
 
-from bench.compress import Call, torch_feedback_step, torch_topk
-from bench.record import as_text, asked, parser_of, record
+from bench.compress import LABELS, Call, torch_feedback_step, torch_topk
+from bench.record import asked, parser_of, record
 
-LABELS = ("what", "n", "k")
 AGAINST = "torch.topk(x.abs()), the same step written with it, and one copy of the input"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Prints the table."""
     parser = parser_of("compress-gpu", __doc__, full="n = 10⁹ too")
     options = asked(parser, argv)
     if not torch.cuda.is_available():
         print("nothing measured: no GPU that torch can use is here")
-        return 0
+        return
     print(", ".join(f"{name} {value}" for name, value in options.facts.items()))
     sizes = (10**6, 10**7, 10**8, *([10**9] if options.full else []))
     memory = torch.cuda.get_device_properties(0).total_memory
-    rows = [row for n in sizes if 40 * n <= memory for row in measure(n)]
-    print(as_text(rows, (*LABELS, "ours_ms", "torch_ms", "floor_ms", "speedup")))
-    record(options, rows, labels=LABELS, values=("speedup",), against=AGAINST)
-    return 0
+    rows = (row for n in sizes if 40 * n <= memory for row in measure(n))
+    shown = (*LABELS, "ours_ms", "torch_ms", "floor_ms", "speedup")
+    record(options, rows, labels=LABELS, values=("speedup",), against=AGAINST, shown=shown)
 
 
 def measure(n: int) -> Iterator[dict[str, Any]]:

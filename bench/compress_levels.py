@@ -1,11 +1,8 @@
 """The kernels of sparse-compress at every level that runs here, next to NumPy: one run, in turns, least times."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from sparse_compress import ErrorFeedback, TopK, WireCodec, add, merge, topk
@@ -13,15 +10,21 @@ from sparse_compress.codecs import elias_fano
 from sparse_compress.native.library import LEVELS, kernels, using
 from torch import Tensor
 
+from bench.record import Row, told
+from bench.turns import in_turns, seconds_of
+
 DENSITY = 0.01
 
 
-def report(*, full: bool) -> Iterator[dict[str, Any]]:
+def report(*, full: bool) -> Iterator[Row]:
     """Print and yield every row; least CPU time of the calling thread.
 
     A row has one call in NumPy (plain) and at each level, None where that does not run, in units that take unit_ms.
     """
-    print(f"{'least of a run':30}{'n':>12}{'unit':>24}{'NumPy':>8}" + "".join(f"{level:>8}" for level in LEVELS))
+    yield from told(_rows(full=full), ("what", "n", "unit", "plain", *LEVELS))
+
+
+def _rows(*, full: bool) -> Iterator[Row]:
     for n, rounds in ((10**6, 60), (25 * 10**6, 20 if full else 6)):
         x = torch.randn(n, generator=torch.Generator().manual_seed(0))
         for what, unit, base, entries, call in _calls(x):
@@ -30,8 +33,6 @@ def report(*, full: bool) -> Iterator[dict[str, Any]]:
             scale = 1e-6 * entries if entries else base_ms
             times = {level: pair and pair[1] / scale for level, pair in taken.items()}
             every = {level: pair[2] for level, pair in taken.items() if pair}
-            cells = "".join(f"{'-' if value is None else f'{value:.2f}':>8}" for value in times.values())
-            print(f"{what:30}{n:12,}{unit:>24}{cells}", flush=True)
             row = {"what": what, "n": n, "unit": unit, "unit_ms": base_ms}
             yield row | times | {"ms_samples": every}
 
@@ -63,10 +64,6 @@ def _least(
     with using(level) as available:
         if not available or (level != "plain" and kernels() is None):
             return None
-        spent: list[list[float]] = [[], []]
-        for _ in range(rounds + 1):
-            for one, times in zip((base, call), spent, strict=True):
-                begin = time.thread_time()
-                one()
-                times.append(1e3 * (time.thread_time() - begin))
-    return min(spent[0][1:]), min(spent[1][1:]), spent[1][1:]
+        timed = {number: partial(seconds_of, one, clock=time.thread_time) for number, one in enumerate((base, call))}
+        unit, own = ([1e3 * seconds for seconds in taken] for taken in in_turns(timed, rounds).values())
+    return min(unit), min(own), own

@@ -8,8 +8,6 @@ behind, behind_at_default: points by which gTop-k is below dense with the same s
 the standard error that so few test images leave of such a difference at one seed, in the mean of the seeds.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import subprocess
@@ -29,22 +27,15 @@ from bench.record import asked, parser_of, record
 AGAINST = "dense, with the same seed"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains with one seed after another, prints a line for each; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains with one seed after another, prints a line for each."""
     parser = parser_of("demo", __doc__, full="5 seeds instead of 1")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 5")
     options = asked(parser, argv, seeds=(1, 5))
-    found = []
-    for seed in range(options.seeds):
-        found.append(_trained(seed))
-        told = ", ".join(f"{name} {100 * one.accuracy:.1f} %" for name, one in found[-1].items())
-        print(f"seed {seed} of {options.seeds}: {told}", flush=True)
-    rows = rows_of(found)
-    behind, at_default = rows[-1]["behind"], rows[-1]["behind_at_default"]
-    print(f"gTop-k is {behind:.2f} points behind dense in the mean, {at_default:.2f} at the demo's own seed")
+    rows = rows_of([_trained(seed) for seed in range(options.seeds)])
     values = ("mean", "least", "most")
-    record(options, rows, labels=("algorithm",), values=values, against=AGAINST)
-    return 0
+    shown = ("algorithm", *values, "at_default", "behind", "behind_at_default", "error")
+    record(options, rows, labels=shown[:1], values=values, against=AGAINST, shown=shown)
 
 
 def _trained(seed: int) -> dict[str, Summary]:

@@ -10,10 +10,8 @@ end, where all have been as often through the data. Medians of the seeds.
 Then the digits on real ranks behind an emulated link, see `bench.eager_on_ranks`: `ranks` in the .json.
 """
 
-from __future__ import annotations
-
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,22 +22,23 @@ from bench.eager_on_ranks import on_ranks
 from bench.eager_tasks import TASKS, Task, ideal
 from bench.record import asked, parser_of, record
 
+LABELS = ("task", "how")
 COLUMNS, VALUES = ("seconds", "whole", "accuracy", "rounds"), ("speedup", "whole_speedup", "ideal")
 
 AGAINST = "synchronous SGD with the same delays, and the bound for them"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains, prints the table."""
     parser = parser_of("eager", __doc__, full="the numbers to report")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
     parser.add_argument("--steps", type=int, help="of real ranks; default 40, with --full 200; 0: none")
     options = asked(parser, argv, seeds=(1, 3), steps=(40, 200))
-    rows = [row for name in options.tasks for row in _compared(TASKS[name], options.seeds)]
+    rows = (row for name in options.tasks for row in _compared(TASKS[name], options.seeds))
     more: dict[str, Any] = {"ranks": on_ranks(options.steps)} if options.steps else {}
-    record(options, rows, labels=("task", "how"), values=VALUES, against=AGAINST, **more)
-    return 0
+    shown = (*LABELS, *COLUMNS, *VALUES)
+    record(options, rows, labels=LABELS, values=VALUES, against=AGAINST, shown=shown, **more)
 
 
 def ways(ranks: int) -> dict[str, Any]:
@@ -47,23 +46,16 @@ def ways(ranks: int) -> dict[str, Any]:
     return {"synchronous": ranks, "majority": "majority", "half": ranks // 2, "solo": "solo"}
 
 
-def _compared(task: Task, seeds: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _compared(task: Task, seeds: int) -> Iterator[dict[str, Any]]:
+    first: dict[str, Any] = {}
     bound = statistics.median(ideal(task, seed) for seed in range(seeds))
     for how, quorum in ways(task.ranks).items():
         runs = [_trained(task, quorum, seed) for seed in range(seeds)]
         row: dict[str, Any] = dict(zip(COLUMNS, map(statistics.median, zip(*runs, strict=True)), strict=True))
         row |= {f"{name}_samples": [run[place] for run in runs] for place, name in enumerate(COLUMNS[:3])}
-        first = rows[0] if rows else row
+        first = first or row
         row |= {"speedup": first["seconds"] / row["seconds"], "whole_speedup": first["whole"] / row["whole"]}
-        rows.append({"task": task.name, "how": how, **row, "ideal": bound})
-        print(
-            f"{task.name}, {how:>11}: {row['seconds']:6.1f} s to {task.target:.0%}, speed-up {row['speedup']:.2f}; "
-            f"{row['whole']:6.1f} s in all, {row['whole_speedup']:.2f} (ideal {bound:.2f}); "
-            f"{row['rounds']:.0f} rounds; final {row['accuracy']:.1%}",
-            flush=True,
-        )
-    return rows
+        yield {"task": task.name, "how": how, **row, "ideal": bound}
 
 
 def _trained(task: Task, quorum: Any, seed: int) -> tuple[float, float, float, int]:

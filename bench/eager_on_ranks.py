@@ -6,11 +6,8 @@ of its seconds: so eight fit on two cores. The same steps in a simulated world w
 Ways take turns, a part of the steps each; whole_speedup: by the seconds of all steps, on the slowest rank.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,28 +17,24 @@ from sparse_collectives.prediction.calibration import slowest
 
 from bench.eager_tasks import Digits
 from bench.real_ranks import behind, found_by, named, tell
-from bench.record import with_quantiles
+from bench.record import told, with_quantiles
 
 RANKS, MBIT, MS = 8, 100.0, 1.0
 STEP, LATE = 0.1, 0.064  # seconds
 TURNS = 4
+SHOWN = ("how", "P", "whole", "whole_speedup", "expected_speedup", "ideal", "accuracy")
 WAYS: dict[str, Any] = {"synchronous": RANKS, "majority": "majority", "solo": "solo"}
 
 
 def on_ranks(steps: int) -> list[dict[str, Any]]:
     """A row for each way; steps: of each."""
-    link = behind(RANKS, MBIT, MS)
-    with link as ranks:
-        rows = found_by(ranks, _on_rank, steps, mpi=False)
+    with behind(RANKS, MBIT, MS) as link:
+        rows = found_by(link, _on_rank, steps, mpi=False)
     expected = _simulated(steps)
     for row in rows:
         row |= {"expected_speedup": expected["synchronous"] / expected[row["how"]], "ideal": _ideal(steps)}
         row["link"] = named(link, MBIT, MS)
-        print(
-            f"{RANKS} real ranks, {row['how']:>11}: {row['whole']:.1f} s, speed-up {row['whole_speedup']:.2f} "
-            f"(simulated {row['expected_speedup']:.2f}, ideal {row['ideal']:.2f}); accuracy {row['accuracy']:.1%}"
-        )
-    return [{**with_quantiles(row), **row} for row in rows]
+    return [{**with_quantiles(row), **row} for row in told(rows, SHOWN)]
 
 
 def _on_rank(steps: int) -> None:
@@ -71,9 +64,7 @@ def _trained(
     inner = {how: torch.optim.SGD(model.parameters(), lr=task.rate, momentum=0.9) for how, model in models.items()}
     for turn in range(TURNS):
         for how, quorum in WAYS.items():
-            with ExitStack() as exits:
-                eager = EagerSGD(inner[how], models[how].named_parameters(), comm=comm, quorum=quorum)
-                exits.enter_context(eager)
+            with EagerSGD(inner[how], models[how].named_parameters(), comm=comm, quorum=quorum) as eager:
                 barrier(comm)
                 began = comm.clock()
                 for step in range(turn * steps // TURNS, (turn + 1) * steps // TURNS):

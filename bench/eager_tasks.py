@@ -1,7 +1,5 @@
 """What `bench eager` trains: tasks whose steps take unlike times, fixed in advance, as in Eager-SGD's evaluation."""
 
-from __future__ import annotations
-
 import string
 from functools import cache
 from pathlib import Path
@@ -12,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from partial_collectives import injected_delays
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
+
+from bench.convergence.tasks import digits
 
 
 class Imbalanced:
@@ -38,7 +37,7 @@ class Digits(Imbalanced):
 
     def model(self) -> nn.Module:
         """A new one."""
-        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def seconds(self, seed: int, rank: int) -> list[float]:
         """Of each step of a rank."""
@@ -47,15 +46,15 @@ class Digits(Imbalanced):
 
     def loss(self, model: nn.Module, seed: int, rank: int, step: int) -> Tensor:
         """Of this rank's batch."""
-        images, labels = _digits()
-        batch = torch.randint(1437, (8,), generator=_draw(seed, rank, step))
+        images, labels, _, _ = digits()
+        batch = torch.randint(len(labels), (8,), generator=_draw(seed, rank, step))
         return nn.functional.cross_entropy(model(images[batch]), labels[batch])
 
     def accuracy(self, model: nn.Module) -> float:
         """On the test samples."""
-        images, labels = _digits()
+        _, _, images, labels = digits()
         with torch.no_grad():
-            return float((model(images[1437:]).argmax(1) == labels[1437:]).float().mean())
+            return float((model(images).argmax(1) == labels).float().mean())
 
 
 LENGTHS = (4, 8, 12, 16, 24, 32, 48, 64)
@@ -200,13 +199,6 @@ def _speech() -> tuple[Any, npt.NDArray[np.int64], Any]:
         for part in (corpus.train, corpus.tests[SPEEDS_AND_PITCHES])
     )
     return train, frame_counts(corpus.train), test
-
-
-@cache
-def _digits() -> tuple[Tensor, Tensor]:
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
 
 
 def _draw(seed: int, rank: int, step: int) -> torch.Generator:

@@ -12,15 +12,13 @@ the second half of the time between two faults, as far as all are there; by the 
 lost has not counted. back: longest time in which a rank that lives through a
 fault does not compute, until others come. joined: from `import`, or from the word that it is out, to a rank's first
 step (torchft: its first commit, until which it has nobody's state). again: from the end of the fault, or the start of
-the process, to the first boundary that keeps steps of that place. ended: processes that have ended by themselves, and
-were started anew. Parameters must be the same in all bits on all ranks after every boundary.
+the process, to the first boundary that keeps steps of that place. Processes that end by themselves are started anew.
+Parameters must be the same in all bits on all ranks after every boundary.
 
 --torchft: a Python that has torchft 0.2.0, whose DiLoCo trains beside ours, in the same namespaces, with the same
 faults at the same times. Before: `check_elastic_laws` on drawn schedules in the simulated world. --full: 30 minutes
 with 62 faults in 32 × 30 rank minutes, and 10,000 schedules. Exit status 1 where parameters of ours differ.
 """
-
-from __future__ import annotations
 
 import math
 import statistics
@@ -33,10 +31,10 @@ from typing import Any
 
 from bench.elastic_faults import link_of, teams_of, with_faults
 from bench.elastic_ranks import STEP_SECONDS, WAYS
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
 
 LABELS = ("way", "fault", "ranks")
-COLUMNS = ("count", "goodput", "back_s", "back_most_s", "joined_s", "joined_most_s", "again_s", "again_most_s", "ended")
+COLUMNS = ("count", "goodput", "back_s", "back_most_s", "joined_s", "joined_most_s", "again_s", "again_most_s")
 LIVES_SECONDS = 2.0  # a rank that lives has taken a step since
 NO_TORCHFT = (
     "no row of torchft: give --torchft PYTHON, of an environment with `pip install numpy torch==2.13.0 torchft==0.2.0`"
@@ -59,10 +57,8 @@ def main(argv: Sequence[str] = ()) -> int:
     options = asked(parser, argv, minutes=(2.0, 30.0), every=(20.0, 116.0), schedules=(200, 10_000))
     _check_schedules(options.seed, options.schedules)
     rows, same, faults = _trained(options)
-    print(as_text(rows, (*LABELS, *COLUMNS)))
-    record(
-        options, rows, labels=LABELS, values=("goodput",), against="P ranks without a fault", same=same, faults=faults
-    )
+    more: dict[str, Any] = {"shown": (*LABELS, *COLUMNS), "same": same, "faults": faults}
+    record(options, rows, labels=LABELS, values=("goodput",), against="P ranks without a fault", **more)
     return 0 if same else 1
 
 
@@ -92,7 +88,7 @@ def _trained(options: Any) -> tuple[list[Line], bool, list[Line]]:
             same.append(_are_same(team.way, found))
             for kind in ("all", *sorted({fault["fault"] for fault in faults})):
                 rows.append({"way": team.way, "fault": kind, "ranks": options.ranks})
-                rows[-1] |= _row(found, own, kind, end, options) | {"ended": _ended(team.ended, own, kind, options)}
+                rows[-1] |= _row(found, own, kind, end, options)
         return rows, same[0], faults
 
 
@@ -106,15 +102,9 @@ def _row(lines: Sequence[Line], faults: Sequence[Line], kind: str, end: float, o
     joined = [line["joined"] for window in after for line in window if "joined" in line]
     again = [seconds for fault in ours for seconds in _again(lines, fault)]
     found: dict[str, Any] = {"count": len(ours), "goodput": kept / (pace * seconds)}
-    found |= {"back_s": statistics.median(back), "back_most_s": max(back)}
-    found |= {"joined_s": statistics.median(joined), "joined_most_s": max(joined)} if joined else {}
-    found |= {"again_s": statistics.median(again), "again_most_s": max(again)} if again else {}
+    for name, taken in {"back": back, "joined": joined, "again": again}.items():
+        found |= {f"{name}_s": statistics.median(taken), f"{name}_most_s": max(taken)} if taken else {}
     return found
-
-
-def _ended(times: Sequence[float], faults: Sequence[Line], kind: str, options: Any) -> int:
-    ours = [fault["at"] for fault in faults if kind in ("all", fault["fault"])]
-    return sum(any(0 < time - at <= options.every for at in ours) for time in times)
 
 
 def _pace(lines: Sequence[Line], faults: Sequence[Line], options: Any) -> float:

@@ -8,12 +8,9 @@ other half are dark, and only the time-out of the next exchange finds them. Who 
 was late, joins anew.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -29,19 +26,6 @@ from bench.troubles import Costs, Troubles, slow_ones, step_seconds
 
 LOOK = 50
 """Steps that pass as one."""
-
-
-@contextmanager
-def untold(*names: str) -> Iterator[None]:
-    """Has these loggers say errors alone: every rank would tell of every change."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
 
 
 @dataclass(frozen=True)
@@ -112,10 +96,12 @@ class ElasticCluster:
         ]
         told = sorted(lives[fault.rank].dies for fault in faults)
         world = SimulatedWorld(len(lives), seed=seed, faults=faults)
-        with patch.object(membership, "POLL_SECONDS", 1.0), untold("communicators.elastic", "replicas"):
-            world.run(
-                lambda comm: self._live(comm, lives[comm.rank], day, self._computes(comm, lives[comm.rank], told, seed))
-            )
+        logging.disable(logging.WARNING)  # every rank would tell of every change
+        try:
+            with patch.object(membership, "POLL_SECONDS", 1.0):
+                world.run(lambda comm: self._live(comm, lives[comm.rank], day, told, seed))
+        finally:
+            logging.disable(logging.NOTSET)
         return day
 
     def _lives(self, end: float, seed: int) -> list[Life]:
@@ -151,8 +137,9 @@ class ElasticCluster:
 
         return compute
 
-    def _live(self, comm: SimulatedCommunicator, life: Life, day: Day, compute: Callable[[Elastic, int], bool]) -> None:
+    def _live(self, comm: SimulatedCommunicator, life: Life, day: Day, told: list[float], seed: int) -> None:
         """Trains to the end, and joins anew where it was left out."""
+        compute = self._computes(comm, life, told, seed)
         comm.elapse(life.begins)
         while comm.clock() < day.end:
             try:

@@ -1,7 +1,5 @@
 """Ranks in network namespaces, and what befalls them: kill -9, SIGSTOP, a link that goes dark and heals."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -37,13 +35,12 @@ def link_of(ranks: int) -> Launcher:
 class Team:
     """Ranks of one library.
 
-    running: rank of each place. ended: when processes have ended by themselves, each of which was started anew.
+    running: rank of each place.
     """
 
     def __init__(self, way: str, python: str, link: Launcher, folder: Path, options: Any) -> None:
         self.way, self._python, self._link, self._folder, self._options = way, python, link, folder, options
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        self.ended: list[float] = []
         folder.mkdir()
         self._log = (folder / "log").open("ab")
         host, port = link.first_address()
@@ -68,7 +65,6 @@ class Team:
         """Starts ranks anew that have ended by themselves."""
         for place, process in list(self.running.items()):
             if process.poll() is not None:
-                self.ended.append(time.time())
                 self.start(place)
 
     def end(self) -> None:

@@ -9,8 +9,6 @@ own help, one epoch, loss of a held-out character in nats. score: mean, least an
 the gradients and residuals that they hold.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
@@ -23,11 +21,10 @@ import torch
 from communicators import Communicator, Dies, Elastic, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer
 from local_sgd import DiLoCo, LocalSGD
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from bench.convergence.tasks import LENGTH, LSTMLM, TASKS, characters
-from bench.record import as_text, asked, parser_of, record
+from bench.convergence.tasks import LENGTH, LSTMLM, TASKS, characters, digits
+from bench.record import asked, parser_of, record
 
 RANKS, DEATHS, STEP_SECONDS = 8, 20, 0.01
 LABELS = ("task", "way", "deaths")
@@ -46,21 +43,12 @@ class Task:
     rates: dict[str, float]
 
 
-def _digits() -> tuple[Samples, Samples]:
-    """To train on, and to test on."""
-    digits = load_digits()
-    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    samples = [(images[sample], labels[sample]) for sample in order]
-    return samples[:1437], samples[1437:]
-
-
 def _perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def _accuracy(model: nn.Module) -> float:
-    images, labels = (torch.stack(tensors) for tensors in zip(*_digits()[1], strict=True))
+    _, _, images, labels = digits()
     return float((model(images).argmax(1) == labels).float().mean())
 
 
@@ -76,29 +64,28 @@ def _text_loss(model: nn.Module) -> float:
 
 LEARNT = {
     "digits": Task(
-        *(_perceptron, lambda: _digits()[0], _accuracy, 30, 64),
+        *(_perceptron, lambda: list(zip(*digits()[:2], strict=True)), _accuracy, 30, 64),
         {"gradients": 0.1, "updates": 2e-3, "local-sgd": 0.1, "diloco": 2e-3},
     ),
     "text": Task(*(LSTMLM, _windows, _text_loss, 1, 32), {"gradients": 1.0, "updates": 1e-2, "diloco": 1e-2}),
 }
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains, prints the table."""
     parser = parser_of("elastic-learning", __doc__, full="5 seeds")
     parser.add_argument("--seeds", type=int, help="default 2, with --full 5")
     parser.add_argument("--tasks", nargs="+", choices=list(LEARNT), default=list(LEARNT), help="default all")
     options = asked(parser, argv, seeds=(2, 5))
-    rows: list[dict[str, Any]] = []
-    for task, way in [(name, way) for name in options.tasks for way in LEARNT[name].rates]:
-        for deaths in (0, DEATHS):
-            scores = [_trained(LEARNT[task], way, deaths, seed) for seed in range(options.seeds)]
-            named = {"task": task, "way": way, "deaths": deaths}
-            rows.append(named | {"score": statistics.mean(scores), "least": min(scores), "most": max(scores)})
-            print(rows[-1], flush=True)
-    print(as_text(rows, (*LABELS, "score", "least", "most")))
-    record(options, rows, labels=LABELS, values=("score",), against="the same without deaths")
-    return 0
+    cases = [(task, way, deaths) for task in options.tasks for way in LEARNT[task].rates for deaths in (0, DEATHS)]
+    rows, shown = (_row(*case, options.seeds) for case in cases), (*LABELS, "score", "least", "most")
+    record(options, rows, labels=LABELS, values=("score",), against="the same without deaths", shown=shown)
+
+
+def _row(task: str, way: str, deaths: int, seeds: int) -> dict[str, Any]:
+    scores = [_trained(LEARNT[task], way, deaths, seed) for seed in range(seeds)]
+    spread = {"score": statistics.mean(scores), "least": min(scores), "most": max(scores)}
+    return {**dict(zip(LABELS, (task, way, deaths), strict=True)), **spread}
 
 
 def _gradients(model: nn.Module, rate: float, world: Elastic) -> Any:

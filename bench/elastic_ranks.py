@@ -5,8 +5,6 @@
 It runs under any Python that has the packages of its way; torchft's has no other.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Functions of ours that a process enters, counted by Python's own profiler. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

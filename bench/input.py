@@ -8,13 +8,11 @@ for itself). need: those that the model takes when they are there already, forwa
 it takes while they read ahead, and waits: the share of that time that it waits for them.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +40,22 @@ WIDTH, HEIGHT, PHOTOGRAPHS, PICTURES = 500, 375, 64, 2000
 AGAINST = "the training step that the batches are for"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Prints a row for each model and number of readers; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Prints a row for each model and number of readers."""
     parser = parser_of("input", __doc__, full="the numbers to report")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default resnet20, resnet18; with --full all")
     parser.add_argument("--readers", type=int, nargs="+", default=[0, 1, 2, 4], help="default 0 1 2 4")
     parser.add_argument("--seconds", type=float, help="a measurement at least; default 1, with --full 5")
     options = asked(parser, argv, seconds=(1.0, 5.0), models=(["resnet20", "resnet18"], list(MODELS)))
-    rows = list[dict[str, Any]]()
-    print("  ".join(f"{name:>10}" for name in COLUMNS), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         _write_cifar10(Path(folder))
         _write_imagenet(Path(folder))
-        for model in options.models:
-            rows += _measured(model, Path(folder), options.readers, options.seconds)
-    record(options, rows, labels=("model", "readers"), values=("input", "need"), against=AGAINST)
-    return 0
+        every = (_measured(model, Path(folder), options.readers, options.seconds) for model in options.models)
+        rows, labels, values = chain.from_iterable(every), ("model", "readers"), ("input", "need")
+        record(options, rows, labels=labels, values=values, against=AGAINST, shown=COLUMNS)
 
 
-def _measured(model: str, folder: Path, readers: Sequence[int], seconds: float) -> list[dict[str, Any]]:
+def _measured(model: str, folder: Path, readers: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
     dataset, batch = MODELS[model]
     device = own_device(0)
     argv = ["--dnn", model, "--dataset", dataset, "--data-dir", str(folder)]
@@ -70,15 +65,11 @@ def _measured(model: str, folder: Path, readers: Sequence[int], seconds: float) 
     shard = _endless(task.train_size, batch)
     ready = task.read_train(shard[0], 0)
     need, _, needed = _rate(lambda: ready, lambda given: _step(task, optimizer, given), device, batch, seconds)
-    rows = []
     for count in readers:
         alone = _reading(task, shard, count, lambda given: None, device, seconds)
         fed = _reading(task, shard, count, lambda given: _step(task, optimizer, given), device, seconds)
         row = dict(zip(COLUMNS, (model, dataset, batch, count, alone[0], need, *fed[:2]), strict=True))
-        cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in list(row.values())[:-1]]
-        rows.append(row | {"need_ms_samples": needed, "input_ms_samples": alone[2], "fed_ms_samples": fed[2]})
-        print("  ".join(f"{cell:>10}" for cell in [*cells, f"{fed[1]:.1%}"]), flush=True)
-    return rows
+        yield row | {"need_ms_samples": needed, "input_ms_samples": alone[2], "fed_ms_samples": fed[2]}
 
 
 def _endless(samples: int, batch: int) -> list[Tensor]:

@@ -8,8 +8,6 @@ model, the metrics but for the seconds, and all that every rank holds must be th
 and there are 4 ranks. Exit status 1 where anything differs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -20,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,23 +132,24 @@ def differences(found: Any, expected: Any, place: str = "") -> Iterator[str]:
         yield f"{place}: {found!s:.60}, expected {expected!s:.60}"
 
 
-def chain(algorithm: str, *, kills: int, ranks: int, chance: random.Random, folder: Path) -> dict[str, Any]:
+def chain(algorithm: str, *, kills: int, ranks: int, chance: random.Random) -> dict[str, Any]:
     """One algorithm's row. Runs are long enough for so many kills."""
     began, epochs = time.perf_counter(), 2 + 3 * kills
-    straight = Run(algorithm, ranks, epochs, folder / "straight")
-    straight.finish()
-    broken = Run(algorithm, ranks, epochs, folder / "broken")
-    done = 0
-    while done < kills and broken.killed(chance):
-        done += 1
-    broken.finish()
-    found = list(differences(result(broken), result(straight)))
+    with tempfile.TemporaryDirectory() as folder:
+        straight, broken = (Run(algorithm, ranks, epochs, Path(folder) / name) for name in ("straight", "broken"))
+        straight.finish()
+        done = 0
+        while done < kills and broken.killed(chance):
+            done += 1
+        broken.finish()
+        found = list(differences(result(broken), result(straight)))
     for place in found[:SHOWN]:
         print(f"{algorithm}: another {place}", flush=True)
     seconds = round(time.perf_counter() - began, 1)
     return {"algorithm": algorithm, "ranks": ranks, "kills": done, "same": not found, "seconds": seconds}
 
 
+COLUMNS = ("algorithm", "ranks", "kills", "same", "seconds")
 AGAINST = "the same run without kills, bit for bit"
 
 
@@ -161,14 +161,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--seed", type=int, default=0, help="of the times; default 0")
     options = asked(parser, argv, kills=(3, 20), ranks=(2, 4))
-    kills, ranks = options.kills, options.ranks
-    rows, chance = [], random.Random(options.seed)
-    for algorithm in options.algorithms:
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(chain(algorithm, kills=kills, ranks=ranks, chance=chance, folder=Path(folder)))
-        outcome = "the same bits" if rows[-1]["same"] else "OTHER BITS"
-        print(
-            f"{algorithm:>18}: {rows[-1]['kills']} kills, {ranks} ranks, {rows[-1]['seconds']} s: {outcome}", flush=True
-        )
-    record(options, rows, labels=("algorithm", "ranks"), values=("kills",), against=AGAINST)
-    return 0 if all(row["same"] and row["kills"] == kills for row in rows) else 1
+    one = partial(chain, kills=options.kills, ranks=options.ranks, chance=random.Random(options.seed))
+    labels, chains = COLUMNS[:2], map(one, options.algorithms)
+    rows = record(options, chains, labels=labels, values=("kills",), against=AGAINST, shown=COLUMNS)
+    return 0 if all(row["same"] and row["kills"] == options.kills for row in rows) else 1

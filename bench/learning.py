@@ -15,14 +15,12 @@ bytes a step: of the busiest rank, in the last epoch, evaluations left out.
 settings: what an algorithm is given besides the task's own flags, where it learns better with it (`Learning.settings`).
 """
 
-from __future__ import annotations
-
 import io
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,8 +105,8 @@ TASKS = {
 }
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains them one after another, prints a row for each; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains them one after another, prints a row for each."""
     parser = parser_of("learning", __doc__, full="the numbers to report")
     parser.add_argument("--task", choices=TASKS, default="digits", help="default digits")
     parser.add_argument("--ranks", type=int, help="default 4, of averaging 2")
@@ -119,30 +117,27 @@ def main(argv: Sequence[str] = ()) -> int:
     chosen = TASKS[parser.parse_args(argv).task]
     of_task = {name: (getattr(chosen, name),) * 2 for name in ("ranks", "epochs", "algorithms")}
     options = asked(parser, argv, seeds=(1, chosen.seeds), **of_task)
-    task, seeds, rows = TASKS[options.task], options.seeds, list[dict[str, Any]]()
-    labels = ("case",) * (len(task.cases) > 1) + COLUMNS[:1]
-    columns = labels + COLUMNS[1:]
-    print("  ".join(f"{name:>17}" for name in columns), flush=True)
+    task, labels = TASKS[options.task], ("case",) * (len(chosen.cases) > 1) + COLUMNS[:1]
     names = list(dict.fromkeys([task.first, *options.algorithms]))
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         one = partial(_trained, options.task, ranks=options.ranks, epochs=options.epochs)
         runs = {
-            (case, name): [pool.submit(one, case, name, seed=seed) for seed in range(seeds)]
+            (case, name): [pool.submit(one, case, name, seed=seed) for seed in range(options.seeds)]
             for case in task.cases
             for name in names
         }
-        firsts = dict[str, float]()
-        for (case, name), found in runs.items():
-            rows.append({"case": case} | _row(task, name, [run.result() for run in found], firsts.get(case)))
-            firsts.setdefault(case, rows[-1]["mean"])
-            cells = [
-                f"{value:,.1f}" if isinstance(value, float) else str(value) for value in map(rows[-1].get, columns)
-            ]
-            print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
-    against = f"{task.first}, with the same settings and seeds"
-    kept = [{name: value for name, value in row.items() if name != "case" or value} for row in rows]
-    record(options, kept, name=task.name, labels=labels, values=("mean",), against=against)
-    return 0
+        against, shown = f"{task.first}, with the same settings and seeds", labels + COLUMNS[1:]
+        rows = _rows(task, runs)
+        record(options, rows, name=task.name, labels=labels, values=("mean",), against=against, shown=shown)
+
+
+def _rows(task: Learning, runs: Mapping[tuple[str, str], Sequence[Future[dict[str, Any]]]]) -> Iterator[dict[str, Any]]:
+    """A row each, as soon as its runs have ended. runs: by case and algorithm, of a case the `first` one first."""
+    firsts = dict[str, float]()
+    for (case, name), found in runs.items():
+        row = _row(task, name, [run.result() for run in found], firsts.get(case))
+        firsts.setdefault(case, row["mean"])
+        yield ({"case": case} if case else {}) | row
 
 
 def asking(task: Learning, algorithm: str, *, epochs: int, seed: int, case: str = "") -> list[str]:

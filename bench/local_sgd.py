@@ -8,11 +8,10 @@ step, the exchanges at boundaries included. overhead: 1 − computing alone / st
 took, those in which nobody waited. Medians over rounds, in each of which all ways run one after another, on rank 0.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from slow_link.throttled import behind_link
 from torch import nn
 
 from bench.real_ranks import found_by, tell
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
+from bench.turns import in_turns, seconds_of
 
 WIDTH, LAYERS, EVERY = 256, 4, 2
 WARM, STEPS = EVERY, 4 * EVERY
@@ -33,8 +33,8 @@ COLUMNS = ("algorithm", "sync_every", "step", "overhead", "hidden", "bytes_a_ste
 AGAINST = "computing alone, and synchronous SGD"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Starts the ranks, prints the table."""
     parser = parser_of("local-sgd", __doc__, full="three times as many rounds")
     parser.add_argument("--ranks", type=int, default=2, help="default 2")
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
@@ -46,9 +46,7 @@ def main(argv: Sequence[str] = ()) -> int:
         options.facts["link"] = link.describe()
         print(f"P = {options.ranks}, {WIDTH * WIDTH * LAYERS:,} parameters, {link.describe()}", flush=True)
         rows = found_by(link, on_rank, options.share, options.rounds, mpi=True)
-    print(as_text(rows, COLUMNS))
-    record(options, rows, labels=COLUMNS[:1], values=("overhead", "hidden"), against=AGAINST)
-    return 0
+    record(options, rows, labels=COLUMNS[:1], values=("overhead", "hidden"), against=AGAINST, shown=COLUMNS)
 
 
 def on_rank(share: float, rounds: int) -> None:
@@ -57,20 +55,14 @@ def on_rank(share: float, rounds: int) -> None:
 
     comm = behind_link(MPI.COMM_WORLD)
     batch = _batch(share, comm)
-    ways: dict[str, Callable[[], dict[str, float]]] = {
-        "computing alone": lambda: _alone(comm, batch),
-        "synchronous": lambda: _synchronous(comm, batch),
-        **{name: lambda kind=kind: _periodic(kind, comm, batch) for name, kind in ALGORITHMS.items()},  # type: ignore[misc]
+    makers: dict[str, Callable[[Task], Any]] = {
+        "computing alone": lambda task: task.inner,
+        "synchronous": partial(_synchronous, comm),
+        **{name: partial(_periodic, comm, kind) for name, kind in ALGORITHMS.items()},
     }
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, way in ways.items():
-            barrier(comm)
-            measured = way()
-            if turn:  # the first one warms up
-                taken[name].append(measured)
-        if comm.rank == 0:
-            print(f"round {turn} of {rounds}, the first warms up", flush=True)
+    ways = {name: partial(_taken, make, comm, batch) for name, make in makers.items()}
+    taken = in_turns(ways, rounds, before=partial(barrier, comm))
+    taken["synchronous"] = [one | {"hidden": 0.0} for one in taken["synchronous"]]
     alone = statistics.median(one["step"] for one in taken["computing alone"])
     for name, found in taken.items():
         row: dict[str, Any] = {key: statistics.median(one[key] for one in found) for key in found[0]}
@@ -99,53 +91,42 @@ class Task:
 def _batch(share: float, comm: Communicator) -> int:
     """With which a dense exchange takes the share of a synchronous step; the slowest rank's."""
     gradient = torch.randn(WIDTH * WIDTH * LAYERS)
-    exchange = statistics.median(_seconds(lambda: allreduce(gradient, comm, native=False), comm) for _ in range(5))
+    exchange = _seconds(lambda: allreduce(gradient, comm, native=False), comm, 5)
     task = Task(comm.rank, 512)
-    compute = statistics.median(_seconds(task.backward, comm) for _ in range(9))
+    compute = _seconds(task.backward, comm, 9)
     found = torch.tensor([512 * exchange * (1 - share) / share / compute])
     return int(allreduce(found, comm, average=True, native=False).item())
 
 
-def _seconds(part: Callable[[], object], comm: Communicator) -> float:
-    barrier(comm)
-    began = time.perf_counter()
-    part()
-    return time.perf_counter() - began
+def _seconds(part: Callable[[], object], comm: Communicator, rounds: int) -> float:
+    """Median seconds of a part that all ranks begin at once."""
+    return statistics.median(in_turns({"": partial(seconds_of, part)}, rounds, before=partial(barrier, comm))[""])
 
 
-def _alone(comm: Communicator, batch: int) -> dict[str, float]:
+def _taken(make: Callable[[Task], Any], comm: Communicator, batch: int) -> dict[str, float]:
+    """What a few steps take by the optimizer that `make` wraps round the task's own."""
     task = Task(comm.rank, batch)
-
-    def step() -> None:
-        task.backward()
-        task.inner.step()
-
-    return _measured(step, comm)
-
-
-def _synchronous(comm: Communicator, batch: int) -> dict[str, float]:
-    task = Task(comm.rank, batch)
-    optimizer = DistributedOptimizer(task.inner, task.model.named_parameters(), comm=comm, algorithm="dense")
+    optimizer = make(task)
 
     def step() -> None:
         task.backward()
         optimizer.step()
+        if isinstance(optimizer, PeriodicAveraging):
+            optimizer.average()
 
-    return {**_measured(step, comm), "hidden": 0.0}
-
-
-def _periodic(kind: Callable[..., PeriodicAveraging], comm: Communicator, batch: int) -> dict[str, float]:
-    task = Task(comm.rank, batch)
-    optimizer = kind(task.inner, comm=comm, sync_every=EVERY)
-
-    def step() -> None:
-        task.backward()
-        optimizer.step()
-        optimizer.average()
-
-    measured = {**_measured(step, comm), "hidden": optimizer.hidden_fraction or 0.0}
-    optimizer.drain()
+    measured = _measured(step, comm)
+    if isinstance(optimizer, PeriodicAveraging):
+        measured["hidden"] = optimizer.hidden_fraction or 0.0
+        optimizer.drain()
     return measured
+
+
+def _synchronous(comm: Communicator, task: Task) -> DistributedOptimizer:
+    return DistributedOptimizer(task.inner, task.model.named_parameters(), comm=comm, algorithm="dense")
+
+
+def _periodic(comm: Communicator, kind: Callable[..., PeriodicAveraging], task: Task) -> PeriodicAveraging:
+    return kind(task.inner, comm=comm, sync_every=EVERY)
 
 
 def _measured(step: Callable[[], None], comm: Communicator) -> dict[str, float]:

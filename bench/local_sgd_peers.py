@@ -7,8 +7,6 @@ Seconds and bytes of a boundary: what a step with one takes, and both ranks put 
 namespace, headers included), more than one without; medians of rank 0. Peers that are not installed are left out.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -22,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,7 @@ from local_sgd import DiLoCo, LocalSGD
 from torch import Tensor, nn
 
 from bench.real_ranks import found_by, tell, unhindered
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
 
 RANKS, EVERY, WIDTH, LAYERS = 2, 4, 256, 8
 COLUMNS = ("algorithm", "library", "difference", "boundary", "bytes", "step")
@@ -48,7 +46,7 @@ class Task:
     generator: torch.Generator
 
     @classmethod
-    def of(cls, rank: int) -> Task:
+    def of(cls, rank: int) -> Self:
         """As at the beginning of every run."""
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -229,8 +227,7 @@ def main(argv: Sequence[str] = ()) -> int:
         print(done.stderr, file=sys.stderr)
         return done.returncode
     rows = json.loads(done.stdout.splitlines()[-1])
-    print(as_text(rows, COLUMNS))
-    record(options, rows, labels=COLUMNS[:2], values=("boundary", "step"), against=AGAINST)
+    record(options, rows, labels=COLUMNS[:2], values=("boundary", "step"), against=AGAINST, shown=COLUMNS)
     return 0
 
 

@@ -5,21 +5,20 @@
 compute: forward and backward alone. exchange: the same buckets' sparse vectors, ready, exchanged alone. step:
 synchronize() and the optimizer's step after backward, without what it waits. overlapped: forward, backward and step
 with overlap=True. waits: from when backward is over and every bucket started, to the end of the last one's exchange (by
-`Work.began` and `Work.ended`), on the rank where it is least: the other one waits for that rank's backward too. hidden:
+the optimizer's `stats`), on the rank where it is least: the other one waits for that rank's backward too. hidden:
 1 − waits / exchange. contention: what overlapped takes beyond what stays visible of its parts, because selecting,
 merging and polling compete with backward for cores. Medians of interleaved repeats, of rank 0 but for waits, ms. batch:
 so that backward takes 1.2, or 2.4, times the exchange: what is shorter cannot hide it.
 """
 
-from __future__ import annotations
-
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from communicators import Communicator, Schedule, Work, allgather, as_communicator, barrier, buckets_of
+from communicators import Communicator, allgather, as_communicator, barrier, buckets_of
 from data_parallel import DistributedOptimizer
 from data_parallel.backward_order import BUCKET_BYTES
 from slow_link import open_link
@@ -28,9 +27,9 @@ from sparse_compress import TopK, topk
 from torch import nn
 
 from bench.real_ranks import found_by, tell
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
+from bench.turns import in_turns, seconds_of
 
-T = TypeVar("T")
 MIB = 1 << 20
 SHORT, LONG = 1.2, 2.4  # times that backward is as long as the exchange
 PROBE = 512  # samples
@@ -42,8 +41,8 @@ COLUMNS = (
 AGAINST = "the same exchange alone, nothing else to do"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Starts the ranks, prints the table."""
     parser = parser_of("overlap", __doc__, full="more bucket sizes")
     parser.add_argument("--buckets", type=float, nargs="+", metavar="MIB", help="default 1 4 16, with --full 1 to 32")
     parser.add_argument("--mbit", type=float, default=25.0, help="link rate, default 25")
@@ -54,16 +53,14 @@ def main(argv: Sequence[str] = ()) -> int:
     with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
         options.facts["link"] = link.describe()
         rows = found_by(link, on_rank, options.repeats, options.buckets, mpi=True)
-    print(as_text(rows, COLUMNS))
-    record(options, rows, labels=COLUMNS[:3], values=("hidden",), against=AGAINST)
-    return 0
+    record(options, rows, labels=COLUMNS[:3], values=COLUMNS[-1:], against=AGAINST, shown=COLUMNS)
 
 
 def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
     """One rank's part, under mpiexec."""
     from mpi4py import MPI
 
-    comm = _Noted(as_communicator(MPI.COMM_WORLD))
+    comm = as_communicator(MPI.COMM_WORLD)
     short, long = _batches(comm)
     for algorithm in ("gtopk", "topk-allgather"):
         for batch, size in product((short, long), bucket_mib):
@@ -73,7 +70,7 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
                 tell({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row})
 
 
-def _batches(comm: _Noted) -> tuple[int, int]:
+def _batches(comm: Communicator) -> tuple[int, int]:
     """With which backward is `SHORT` and `LONG` times as long as the exchange, on the rank where it is shortest."""
     work, taken = _Training(comm, "gtopk", PROBE, BUCKET_BYTES), []
     for _ in range(6):
@@ -89,33 +86,34 @@ def _batches(comm: _Noted) -> tuple[int, int]:
     return short, long
 
 
-def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, Any]:
+def _measure(comm: Communicator, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, Any]:
     work = _Training(comm, algorithm, batch_size, bucket_bytes)
     turns = {"compute": work.compute, "exchange": work.exchange, "step": work.step, "overlapped": work.overlapped}
-    times: dict[str, list[float]] = {name: [] for name in (*turns, "waits")}
-    worked: list[float] = []  # of the overlapped step, on this rank
-    for _ in range(repeats + 1):
-        idle = {}
-        for name, turn in turns.items():
-            barrier(comm)
-            comm.works.clear()
-            begin = comm.clock()
-            turn()
-            times[name].append(1e3 * (comm.clock() - begin))
-            idle[name] = 1e3 * _idle_seconds(comm.works, since=work.backward_ended if name == "overlapped" else begin)
-        times["waits"].append(float(torch.cat(allgather(torch.tensor([idle["overlapped"]]), comm)).min()))
-        times["step"][-1] -= idle["step"]  # what is left is work: selection, merges' results, the update
-        worked.append(times["overlapped"][-1] - idle["overlapped"])
-    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
-    contention = statistics.median(worked[1:]) - medians["compute"] - medians["step"]
-    samples = {f"{name}_samples": taken[1:] for name, taken in times.items()}
+
+    def timed(turn: Callable[[], None]) -> tuple[float, float]:
+        """Milliseconds of a turn, and those of them in which an optimizer waited."""
+        waited = work.waited()
+        taken = seconds_of(turn, clock=comm.clock)
+        return 1e3 * taken, 1e3 * (work.waited() - waited)
+
+    found = in_turns(
+        {name: partial(timed, turn) for name, turn in turns.items()}, repeats, before=partial(barrier, comm)
+    )
+    times = {name: [taken for taken, _ in pairs] for name, pairs in found.items()}
+    times["step"] = [taken - waited for taken, waited in found["step"]]  # selection, merges' results, the update
+    waits = allgather(torch.tensor([waited for _, waited in found["overlapped"]]), comm)
+    times["waits"] = torch.stack(waits).amin(0).tolist()
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    worked = statistics.median(taken - waited for taken, waited in found["overlapped"])
+    contention = worked - medians["compute"] - medians["step"]
+    samples = {f"{name}_samples": taken for name, taken in times.items()}
     return {**medians, "contention": contention, "hidden": 1 - medians["waits"] / medians["exchange"], **samples}
 
 
 class _Training:
     """One model with two optimizers, and what a rank does with them. backward_began, backward_ended: the last one."""
 
-    def __init__(self, comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int) -> None:
+    def __init__(self, comm: Communicator, algorithm: str, batch_size: int, bucket_bytes: int) -> None:
         torch.manual_seed(comm.rank)
         self._comm, self._algorithm, self._bucket_bytes = comm, algorithm, bucket_bytes
         self._model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(16)))  # 9.4 million parameters
@@ -143,6 +141,9 @@ class _Training:
         loss.backward()
         self.backward_ended = self._comm.clock()
 
+    def waited(self) -> float:
+        return sum(optimizer.stats()["seconds_waited"] for optimizer in (self._plain, self._overlapping))
+
     def compute(self) -> None:
         with self._overlapping.no_sync():
             self._backward()
@@ -158,31 +159,3 @@ class _Training:
     def overlapped(self) -> None:
         self._backward()
         self._overlapping.step()
-
-
-def _idle_seconds(works: Sequence[Work[Any]], since: float) -> float:
-    """From when the rank has nothing left but to wait, all works started and backward over, to the last one's end."""
-    ends = [work.ended for work in works if work.ended is not None]
-    begins = [work.began for work in works]
-    return max(0.0, max(ends, default=since) - max([since, *begins]))
-
-
-class _Noted(Communicator):
-    """Another communicator, whose works are kept for their times."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm, self.works = comm, list[Work[Any]]()
-        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
-
-    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        return self._comm.run(schedule, facts=facts, timeout=timeout, device=device)
-
-    def start(
-        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
-    ) -> Work[T]:
-        work = self._comm.start(schedule, facts=facts, timeout=timeout, device=device)
-        self.works.append(work)
-        return work
-
-    def clock(self) -> float:
-        return self._comm.clock()

@@ -16,8 +16,6 @@ Filters `where`, `each` and `derive` take expressions of a row's columns: `rows|
 docs/results.md first, or those named: every benchmark in full, one after another, on a machine with nothing else to do.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -9,11 +9,10 @@ take turns, so that what else the machine does meets all of them: median of the 
 idle: share of a core that a rank takes while nothing happens, with a partial allreduce open and without.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,24 +31,18 @@ STEP_SECONDS, TURN_STEPS = 0.1, 5
 SYNCHRONOUS = "plain allreduce"
 QUORUMS: dict[str, Any] = {"solo": "solo", "2 of 4": 2, "majority": "majority", "4 of 4": RANKS}
 
+SHOWN = ("how", "call_ms", "delayed_ms", "overhead", "overhead_low", "overhead_high", "idle_share")
 AGAINST = "a plain allreduce by all"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Starts the ranks, prints the table."""
     parser = parser_of("partial", __doc__, full="five times as many")
     parser.add_argument("--steps", type=int, help="of the ranks that are not delayed; default 60, with --full 300")
     options = asked(parser, argv, steps=(60, 300))
     with unhindered(RANKS) as ranks:
         [rows] = found_by(ranks, on_rank, options.steps, mpi=True)
-    print(f"{'':>16} {'call':>8} {'delayed':>8}  ms, overhead [quartiles]")
-    for row in rows:
-        spread = f"{row['overhead']:7.1%} [{row['overhead_low']:.1%}, {row['overhead_high']:.1%}]"
-        print(f"{row['how']:>16} {row['call_ms']:8.2f} {row['delayed_ms']:8.2f}   {spread}")
-    idle = rows[0]["idle_share"], rows[-1]["idle_share"]
-    print(f"idle: {idle[1]:.1%} of a core with a partial allreduce open, {idle[0]:.1%} without")
-    record(options, rows, labels=("how",), values=("call_ms", "delayed_ms"), against=AGAINST)
-    return 0
+    record(options, rows, labels=SHOWN[:1], values=SHOWN[1:3], against=AGAINST, shown=SHOWN)
 
 
 def on_rank(steps: int) -> None:
@@ -71,20 +64,26 @@ def on_rank(steps: int) -> None:
         tell(rows)
 
 
+@contextmanager
+def _sums(comm: Communicator, how: str, ours: torch.Tensor, steps: int) -> Iterator[Callable[[], object]]:
+    """A call that sums this way; at the end this rank takes part until all have ended. steps: staleness at most."""
+    if how == SYNCHRONOUS:
+        yield lambda: allreduce(ours, comm, native=False)
+        return
+    with PartialAllreduce(ours, comm, quorum=QUORUMS[how], max_staleness=steps) as partial:
+        yield lambda: partial.allreduce(ours)
+        for _ in partial.finish():
+            pass
+
+
 def _measured(comm: Communicator, how: str, steps: int, delay: float) -> list[float]:
     """Milliseconds of every call of this rank."""
     delayed = bool(delay) and comm.rank == comm.size - 1
-    ours = torch.ones(NUMEL)
+    shared = steps // 4 if how in (SYNCHRONOUS, "4 of 4") and delay else steps
+    alone = max(2, int(steps * COMPUTE_SECONDS / DELAY_SECONDS)) if delayed and shared == steps else shared
     barrier(comm)
-    if how == SYNCHRONOUS:
-        return _timed(lambda: allreduce(ours, comm, native=False), steps // (4 if delay else 1), delay * delayed)
-    with PartialAllreduce(ours, comm, quorum=QUORUMS[how], max_staleness=steps) as partial:
-        shared = steps // 4 if how == "4 of 4" and delay else steps
-        alone = max(2, int(steps * COMPUTE_SECONDS / DELAY_SECONDS)) if delayed and shared == steps else shared
-        calls = _timed(lambda: partial.allreduce(ours), alone, delay * delayed)
-        for _ in partial.finish():
-            pass
-    return calls
+    with _sums(comm, how, torch.ones(NUMEL), steps) as call:
+        return _timed(call, alone, delay * delayed)
 
 
 def _overheads(comm: Communicator, turns: int) -> dict[str, list[float]]:
@@ -99,14 +98,8 @@ def _overheads(comm: Communicator, turns: int) -> dict[str, list[float]]:
 
 def _turn(comm: Communicator, how: str, ours: torch.Tensor) -> float:
     """Median milliseconds of the call in a few steps."""
-    if how == SYNCHRONOUS:
-        plain = _timed(lambda: allreduce(ours, comm, native=False), TURN_STEPS, STEP_SECONDS - COMPUTE_SECONDS)
-        return statistics.median(plain)
-    with PartialAllreduce(ours, comm, quorum=QUORUMS[how], max_staleness=1000) as partial:
-        calls = _timed(lambda: partial.allreduce(ours), TURN_STEPS, STEP_SECONDS - COMPUTE_SECONDS)
-        for _ in partial.finish():
-            pass
-    return statistics.median(calls)
+    with _sums(comm, how, ours, 1000) as call:
+        return statistics.median(_timed(call, TURN_STEPS, STEP_SECONDS - COMPUTE_SECONDS))
 
 
 def _timed(call: Callable[[], object], steps: int, delay: float) -> list[float]:
@@ -121,12 +114,10 @@ def _timed(call: Callable[[], object], steps: int, delay: float) -> list[float]:
 
 def _idle_share(comm: Communicator, how: str) -> float:
     """Of a core, of this process, while nothing happens."""
-    partial = None if how == SYNCHRONOUS else PartialAllreduce(torch.ones(1), comm, quorum=QUORUMS[how])
-    barrier(comm)
-    cpu, begin = time.process_time(), time.perf_counter()
-    time.sleep(IDLE_SECONDS)
-    share = (time.process_time() - cpu) / (time.perf_counter() - begin)
-    barrier(comm)
-    if partial is not None:
-        partial.close()
+    with _sums(comm, how, torch.ones(1), 1000):
+        barrier(comm)
+        cpu, begin = time.process_time(), time.perf_counter()
+        time.sleep(IDLE_SECONDS)
+        share = (time.process_time() - cpu) / (time.perf_counter() - begin)
+        barrier(comm)
     return share

@@ -10,13 +10,11 @@ and momentum before the selection, or updates made ahead; step_ms is after the w
 plain DDP's steps. Periodic ones average every 4 steps; PowerSGD has rank 4, and all have one bucket.
 """
 
-from __future__ import annotations
-
 import runpy
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from bench.real_ranks import behind, found_by, named, tell, unhindered
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
+from bench.turns import in_turns, seconds_of
 
 AGAINST = "torch's DistributedDataParallel, its bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
 COLUMNS = ("way", "library", "P", "step_ms", "over_ddp", "whole_over_ddp", "accuracy")
@@ -197,8 +196,8 @@ WAYS: dict[str, tuple[str, Way, str]] = {
 WARMED = {name for name in WAYS if name.startswith(("gtopk", "spardl"))}
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Starts the ranks, prints the table."""
     parser = parser_of("peers", __doc__, full="P = 4 too, 20 epochs of 3 seeds instead of 6 of 1")
     add_link(parser)
     parser.add_argument("--ranks", type=int, nargs="+", metavar="P", help="default 2; with --full 2 and 4")
@@ -222,10 +221,8 @@ def main(argv: Sequence[str] = ()) -> int:
             row |= {"accuracy": statistics.mean(learnt[way]), "accuracy_samples": learnt[way]}
             row |= {"ms_samples": [1e3 * one for one in steps[way]]}
             rows.append(row)
-    print(as_text(rows, COLUMNS))
     more = {"test_images": TEST_IMAGES, "epochs": options.epochs}
-    record(options, rows, labels=("way", "P"), values=("over_ddp",), against=AGAINST, **more)
-    return 0
+    record(options, rows, labels=("way", "P"), values=("over_ddp",), against=AGAINST, shown=COLUMNS, **more)
 
 
 def _launched(link: SlowLink | ThrottledLink, part: str, *words: int) -> dict[str, list[float]]:
@@ -238,25 +235,22 @@ def _launched(link: SlowLink | ThrottledLink, part: str, *words: int) -> dict[st
 def _steps(repeats: int) -> dict[str, list[float]]:
     """Seconds of a step in each turn, by way."""
     batch = torch.randn(BATCH, WIDTH)
-    taken: dict[str, list[float]] = {way: [] for way in WAYS}
     with ExitStack() as exits:
         trainings = {}
         for name, (_, way, _) in WAYS.items():
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
             trainings[name] = _made(way, model, EVERY * (repeats + 2), 1e-4, exits, EVERY)
-        for turn in range(repeats + 1):  # in the first one buckets are cut, and compressing begins
-            if dist.get_rank() == 0:
-                print(f"turn {turn} of {repeats}, of {len(trainings)} ways", flush=True)
-            for name, training in trainings.items():
-                dist.barrier()
-                begin = time.perf_counter()
-                for _ in range(EVERY):
-                    training.step(lambda module: module(batch).square().mean())
-                taken[name].append((time.perf_counter() - begin) / EVERY)
+
+        def turn(training: Training) -> None:
+            for _ in range(EVERY):
+                training.step(lambda module: module(batch).square().mean())
+
+        calls = {name: partial(seconds_of, partial(turn, training)) for name, training in trainings.items()}
+        taken = in_turns(calls, repeats, before=dist.barrier)  # at first buckets are cut, and compressing begins
         for training in trainings.values():
             training.finish()
-    return {name: seconds[1:] for name, seconds in taken.items()}
+    return {name: [seconds / EVERY for seconds in turns] for name, turns in taken.items()}
 
 
 def _learns(epochs: int, seeds: int) -> dict[str, list[float]]:

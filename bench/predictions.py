@@ -9,11 +9,10 @@ of the best measured one; a prediction if it is within 20 %. With --full also 8 
 gloo's, behind a slower link: MPI's ranks take a core each while they wait, and compute for the others' messages.
 """
 
-from __future__ import annotations
-
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +27,8 @@ from sparse_compress import TopK
 from torch import nn
 
 from bench.real_ranks import found_by, tell
-from bench.record import as_text, asked, parser_of, record, with_quantiles
+from bench.record import asked, parser_of, record, told, with_quantiles
+from bench.turns import in_turns, seconds_of
 
 COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
 FIRST_CHOICE, STEP = 0.10, 0.20
@@ -59,10 +59,8 @@ def main(argv: Sequence[str] = ()) -> int:
         with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
             options.facts["link"] = link.describe()
             rows += found_by(link, on_rank, "mpi", options.repeats, options.layers, list(ALGORITHMS), mpi=True)
-    many = _many() if options.full else {}
-    print(as_text([*rows, *many.get("rows", ())], COLUMNS))
-    more: dict[str, Any] = {"many": many} if many else {}
-    record(options, rows, labels=COLUMNS[:4], values=("predicted_ms", "measured_ms"), against=AGAINST, **more)
+    more: dict[str, Any] = {"many": _many()} if options.full else {}
+    record(options, rows, labels=COLUMNS[:4], values=COLUMNS[5:7], against=AGAINST, shown=COLUMNS, **more)
     good = [_judged([row for row in rows if row["P"] == size]) for size in (2, 4)]
     return 0 if all(good) else 1
 
@@ -72,7 +70,7 @@ def _many() -> dict[str, Any]:
     with open_link(ranks=MANY_RANKS, mbit_per_second=MANY_MBIT, milliseconds=MANY_MS) as link:
         rows = found_by(link, on_rank, "gloo", MANY_REPEATS, MANY_LAYERS, MANY_ALGORITHMS, mpi=False)
     link_told = f"{MANY_MBIT:g} Mbit/s and {MANY_MS:g} ms"
-    return {"link": link_told, "rows": [with_quantiles(row) for row in rows], "samples": rows}
+    return {"link": link_told, "rows": [with_quantiles(row) for row in told(rows, COLUMNS)], "samples": rows}
 
 
 def on_rank(by: str, repeats: int, layers: int, names: Sequence[str]) -> None:
@@ -150,18 +148,12 @@ def _interleaved(
     Cases take turns of three steps, of which the first finds other cases' data in the caches and does not count: so it
     is in training.
     """
-    taken: dict[Case, list[float]] = {case: [] for case in steps}
-    for number in range(repeats):
-        if comm.rank == 0:
-            print(f"P = {comm.size}, turn {number + 1} of {repeats}, of {len(steps)} cases", flush=True)
-        for case, step in steps.items():
-            turn = []
-            for _ in range(3):
-                barrier(comm)
-                begin = time.perf_counter()
-                step()
-                turn.append(time.perf_counter() - begin)
-            taken[case] += turn[1:]
+
+    def turn(step: Callable[[], None]) -> list[float]:
+        return in_turns({"": partial(seconds_of, step)}, 2, before=partial(barrier, comm))[""]
+
+    turns = in_turns({case: partial(turn, step) for case, step in steps.items()}, repeats)
+    taken = {case: list(chain.from_iterable(found)) for case, found in turns.items()}
     medians = slowest([statistics.median(times) for times in taken.values()], comm)
     return dict(zip(steps, medians, strict=True)), taken
 

@@ -3,8 +3,6 @@
 `found_by` calls a module's function on every rank; one of them calls `tell`, and `found_by` returns what was told.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -56,6 +54,7 @@ def found_by(link: Launcher, part: Callable[..., None], *arguments: Any, mpi: bo
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found"
+        path.touch()
         name = f"{part.__module__}:{part.__qualname__}"
         words = [sys.executable, "-W", "ignore", "-m", "bench.real_ranks", "mpi" if mpi else "gloo", name]
         command = ["env", f"{FOUND}={path}", *words, json.dumps(arguments)]

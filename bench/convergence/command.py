@@ -10,14 +10,11 @@ and not repeated when the command is given again, unless the record lacks its by
 "torch" are torch's own, on real ranks: see `torch_hooks`; "sparseloco" is a recipe of local AdamW: see there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from bench.convergence import curves, densities
 from bench.convergence.tasks import TASKS
 from bench.convergence.training import trained
 from bench.convergence.ways import WAYS, Run
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
 
 DENSE, FIRST, RECOMMENDED = "dense", "gtopk, as first written", "gtopk"
 LABELS = ("task", "optimizer", "clip", "way", "density", "ranks", "steps")
@@ -36,8 +33,8 @@ QUICK = {"ways": (DENSE, FIRST, RECOMMENDED), "tasks": ("cnn-digits", "vit-digit
 AGAINST = "dense, with the same settings and seeds"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains what is missing, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains what is missing, prints the table."""
     options = _asked(argv)
     known = _known(options.output)
     runs = list(_runs(options))
@@ -46,15 +43,11 @@ def main(argv: Sequence[str] = ()) -> int:
             known[_key(run)] = found = {**asdict(run), **trained(run)}
             _keep(options.output, found)
             print(f"{number}/{len(runs)}  {_key(run)}  {found['score']:.2f}", flush=True)
-    rows = _rows([known[_key(run)] for run in runs])
-    print(as_text(rows, SHOWN))
     every = _rows(list(known.values()))
     if options.accuracy:
         _write_accuracy(options.accuracy, every)
     curves.write(options.output, list(known.values()))
-    draw = partial(densities.draw, rows=every)
-    record(options, every, labels=LABELS[:5], values=("mean",), against=AGAINST, draw=draw)
-    return 0
+    record(options, every, labels=LABELS[:5], values=("mean",), against=AGAINST, shown=SHOWN, draw=densities.draw)
 
 
 def _asked(argv: Sequence[str]) -> argparse.Namespace:
@@ -100,9 +93,9 @@ def _journal(folder: Path) -> Path:
     return folder / "convergence-runs.jsonl"
 
 
-def _known(folder: Path | None) -> dict[str, dict[str, Any]]:
+def _known(folder: Path) -> dict[str, dict[str, Any]]:
     """Trainings that have ended, by what they were; the last line may have been cut off."""
-    if folder is None or not _journal(folder).exists():
+    if not _journal(folder).exists():
         return {}
     found = {}
     for line in _journal(folder).read_text().splitlines():
@@ -119,11 +112,10 @@ def _is_whole(found: dict[str, Any] | None) -> bool:
     return found is not None and all(len(point) == 4 for point in found["curve"])
 
 
-def _keep(folder: Path | None, found: dict[str, Any]) -> None:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _journal(folder).open("a") as file:
-            file.write(json.dumps(found) + "\n")
+def _keep(folder: Path, found: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with _journal(folder).open("a") as file:
+        file.write(json.dumps(found) + "\n")
 
 
 def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

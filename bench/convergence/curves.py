@@ -4,15 +4,13 @@ Bytes are those that were counted until then, since a warm-up sends most of them
 of which they were not written down, have none.
 """
 
-from __future__ import annotations
-
-import csv
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.convergence.training import LINKS
+from bench.record import write_table
 
 NAMES = ("task", "optimizer", "clip", "ranks", "steps", "way", "density")
 
@@ -49,8 +47,4 @@ def _sent(seeds: Sequence[Sequence[float]]) -> dict[str, float | None]:
 
 def write(folder: Path, found: Sequence[dict[str, Any]]) -> None:
     """Writes folder/convergence-curves.csv."""
-    rows = points(found)
-    with (folder / "convergence-curves.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(folder / "convergence-curves.csv", points(found))

@@ -1,12 +1,11 @@
 """How far algorithms are behind dense, by density: a panel for each task, optimizer and number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.convergence.tasks import TASKS
+from bench.record import Row
 
 DRAWN = {"gtopk": "o-", "topk-allgather": "s--", "topk-dsa": "^:", "oktopk": "x-.", "spardl": "v-"}
 """Algorithms, and how their lines look."""
@@ -14,7 +13,7 @@ FEWEST = 2  # densities of a line
 PLACES, MARKS = (0.1, 0.01, 0.001), (-5, -2, -1, 0, 1, 2, 5, 10, 20, 30)
 
 
-def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, rows: Sequence[Row]) -> None:
     """Means over seeds, and bars from the best to the worst seed; the tasks' own steps, without clipping.
 
     rows: of the record. The picture is empty where no algorithm was tried at several densities.
@@ -57,7 +56,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=80)
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> dict[Any, dict[str, dict[float, tuple[float, float, float]]]]:
+def _lines(rows: Sequence[Row]) -> dict[Any, dict[str, dict[float, tuple[float, float, float]]]]:
     """{((task, optimizer), ranks): {way: {density: behind in the mean, of the best and of the worst seed}}}."""
     found: dict[Any, dict[str, dict[float, tuple[float, float, float]]]] = {}
     whole = {_place(row): row["mean"] for row in rows if row["way"] == "dense"}
@@ -76,5 +75,5 @@ def _lines(rows: Sequence[dict[str, Any]]) -> dict[Any, dict[str, dict[float, tu
     return {place: ways for place, ways in several.items() if ways}
 
 
-def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+def _place(row: Row) -> tuple[Any, ...]:
     return row["task"], row["optimizer"], row["clip"], row["ranks"], row["steps"]

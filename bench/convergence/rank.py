@@ -1,7 +1,5 @@
 """One rank's training, whatever exchanges: the same data, rates, clipping and places of the curve."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -6,8 +6,6 @@ models take 15 to 250. Bytes are those of the messages, spread over the steps. O
 of the last block that has ended.
 """
 
-from __future__ import annotations
-
 import runpy
 from functools import cache
 from pathlib import Path

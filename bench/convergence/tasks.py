@@ -3,8 +3,6 @@
 A task's batches depend on seed, rank and step alone, so that all exchanges see the same data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

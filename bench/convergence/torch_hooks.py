@@ -10,8 +10,6 @@ sends them. BatchNorm's running statistics are rank 0's here, which DDP copies t
 each rank's own. Rank 0 is the one that is scored, and training does not read them, so that makes no difference.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -32,8 +30,8 @@ from bench.real_ranks import found_by, tell, unhindered
 LOW_RANK = 2
 SECONDS = 1800  # that a training may take
 
-Reduced = Callable[[], tuple[float, int]]
-"""Bytes of all that was reduced so far, before a ring multiplies them, and in how many reductions."""
+Reduced = Callable[[int], tuple[float, int]]
+"""Bytes of all that was reduced in so many steps, before a ring multiplies them, and in how many reductions."""
 
 
 def curves(run: Run) -> list[list[Point]]:
@@ -59,62 +57,44 @@ def _training(run: Run, model: nn.Module, rate: float) -> Training:
     inner: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     if run.optimizer == "sgd":
         inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
-    ddp, taken, size = DistributedDataParallel(model, bucket_cap_mb=64), Steps(), dist.get_world_size()
-    reduced = HOOKS[run.way](ddp, run, taken)
+    ddp, size, taken = DistributedDataParallel(model, bucket_cap_mb=64), dist.get_world_size(), [0]
+    numel = sum(p.numel() for p in ddp.parameters())
+    reduced = HOOKS[run.way](ddp, run, numel)
 
     def step() -> None:
         inner.step()
-        taken.count += 1
+        taken[0] += 1
 
     def sent() -> tuple[int, int]:
-        nbytes, reductions = reduced()
+        nbytes, reductions = reduced(taken[0])
         return round(2 * (size - 1) / size * nbytes), 2 * (size - 1) * reductions
 
     return Training(model, calls=ddp, optimizer=inner, step=step, sent=sent)
 
 
-class Steps:
-    """That were taken."""
-
-    count = 0
+def _plain(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:
+    return lambda steps: (4 * numel * steps, steps)
 
 
-def _plain(ddp: DistributedDataParallel, run: Run, taken: Steps) -> Reduced:
-    numel = _numel(ddp)
-    return lambda: (4 * numel * taken.count, taken.count)
-
-
-def _in_bf16(ddp: DistributedDataParallel, run: Run, taken: Steps) -> Reduced:
+def _in_bf16(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:
     in_bf16(ddp)
-    numel = _numel(ddp)
-    return lambda: (2 * numel * taken.count, taken.count)
+    return lambda steps: (2 * numel * steps, steps)
 
 
-def _low_rank(ddp: DistributedDataParallel, run: Run, taken: Steps) -> Reduced:
+def _low_rank(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:
     dense = max(2, run.steps // WARM_UP)
-    state = PowerSGDState(
-        None,
-        matrix_approximation_rank=LOW_RANK,
-        start_powerSGD_iter=dense,
-        min_compression_rate=1,
-        random_seed=run.seed,
-    )
+    how: dict[str, Any] = {"start_powerSGD_iter": dense, "min_compression_rate": 1, "random_seed": run.seed}
+    state = PowerSGDState(None, matrix_approximation_rank=LOW_RANK, **how)
     ddp.register_comm_hook(state, powerSGD_hook)
-    numel = _numel(ddp)
 
-    def reduced() -> tuple[float, int]:
-        whole = min(taken.count, dense)
-        compressed = 4 * state.total_numel_after_compression
-        return 4 * numel * whole + compressed, whole + 3 * (taken.count - whole)
+    def reduced(steps: int) -> tuple[float, int]:
+        whole = min(steps, dense)
+        return 4 * numel * whole + 4 * state.total_numel_after_compression, whole + 3 * (steps - whole)
 
     return reduced
 
 
-def _numel(ddp: DistributedDataParallel) -> int:
-    return sum(p.numel() for p in ddp.parameters())
-
-
-HOOKS: dict[str, Callable[[DistributedDataParallel, Run, Steps], Reduced]] = {
+HOOKS: dict[str, Callable[[DistributedDataParallel, Run, int], Reduced]] = {
     "torch DDP": _plain,
     "torch bf16 hook": _in_bf16,
     "torch PowerSGD hook": _low_rank,

@@ -1,7 +1,5 @@
 """One training of a task, and what came of it: ranks are simulated in this process, those of torch's hooks are real."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What is compared: ways to exchange, each with the settings that an optimizer asks for, or as first written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -9,8 +9,6 @@ gradients became infinite; they count as 0 %. dense: what dense has with the sam
 .json also `delta`, by density, seed and step, see `bench.sweeps.delta`.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +18,7 @@ from communicators import CollectiveError
 
 from bench.convergence.training import trained
 from bench.convergence.ways import Run, Way
-from bench.record import as_text, asked, parser_of, record
+from bench.record import asked, parser_of, record
 from bench.sweeps.delta import Observed
 from bench.sweeps.picture import draw
 from bench.sweeps.settings import DENSE, OURS, Setting, observed, settings
@@ -32,8 +30,8 @@ SHOWN = ("sweep", "setting", "density", "seeds", "mean", "least", "most", "dense
 AGAINST = "dense, with the same learning rate, steps and seeds"
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Trains all, prints the table; returns the exit status."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains all, prints the table."""
     parser = parser_of("sweeps", __doc__, full="the numbers to report: minutes")
     parser.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
     parser.add_argument("--seeds", type=int, help="default 1; full 3")
@@ -47,11 +45,9 @@ def main(argv: Sequence[str] = ()) -> int:
             known[setting.way, setting.density] = one(setting, found)
     dense = statistics.mean(known[DENSE.way, DENSE.density])
     rows = [_row(setting, known[setting.way, setting.density], dense) for setting in swept]
-    print(as_text(rows, SHOWN))
     setup = {"task": TASK, "ranks": options.ranks, "steps": options.steps, "ranks_are": "simulated"}
-    more: dict[str, Any] = {"draw": partial(draw, rows=rows, delta=found), "setup": setup, "delta": found}
-    record(options, rows, labels=SHOWN[:3], values=("mean",), against=AGAINST, **more)
-    return 0
+    more: dict[str, Any] = {"draw": partial(draw, delta=found), "setup": setup, "delta": found}
+    record(options, rows, labels=SHOWN[:3], values=("mean",), against=AGAINST, shown=SHOWN, **more)
 
 
 def _scores(setting: Setting, delta: list[dict[str, Any]], *, ranks: int, seeds: int, steps: int) -> list[float]:

@@ -7,8 +7,6 @@ which no exchange can do without s; by "sum of top-k" every rank's own k largest
 returns, cut at every merge.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass

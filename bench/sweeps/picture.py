@@ -1,7 +1,5 @@
 """The sweeps as bars, and δ through training as curves."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 from bench.sweeps.delta import KEPT
 
 
-def draw(path: Path, *, rows: Sequence[Mapping[str, Any]], delta: Sequence[Mapping[str, Any]]) -> None:
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], *, delta: Sequence[Mapping[str, Any]]) -> None:
     """Left every setting, with its least and most; right a picture for each of what is kept, a curve a density."""
     from matplotlib.figure import Figure
 

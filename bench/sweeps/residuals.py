@@ -1,7 +1,5 @@
 """Rules for what a sparse allreduce cuts on the way; those other than the package's own are the published ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

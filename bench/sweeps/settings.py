@@ -1,7 +1,5 @@
 """What is swept. Published variants are written here and beside, for comparison only: no package has them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

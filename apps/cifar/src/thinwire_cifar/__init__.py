@@ -1,10 +1,7 @@
 """Image classification with every synchronisation algorithm: `python -m thinwire_cifar --help`."""
 
-from importlib.metadata import PackageNotFoundError, version
+from thinwire_trainer import version_of
 
-try:
-    __version__ = version("thinwire-cifar")
-except PackageNotFoundError:  # sources that are on the path without being installed
-    __version__ = "0+unknown"
+__version__ = version_of("thinwire-cifar")
 
 __all__ = ["__version__"]

@@ -1,7 +1,5 @@
 """`python -m thinwire_cifar`: image classification; `--help` lists the flags."""
 
-from __future__ import annotations
-
 import sys
 
 from thinwire_trainer.app import App

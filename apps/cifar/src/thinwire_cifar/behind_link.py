@@ -1,7 +1,5 @@
 """An epoch of the demo behind an emulated slow link, where this machine can emulate one: see `slow_link`."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The same training with dense and with sparse gradients, side by side: runs, predictions, and a table."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,7 @@ from sparse_compress import TopK
 from thinwire_trainer.agreement import all_or_none
 from thinwire_trainer.comparison import compared
 from thinwire_trainer.plot import plot_runs
-from thinwire_trainer.records.metrics import Row
+from thinwire_trainer.records.metrics import Row, figure
 from thinwire_trainer.records.run_folder import RunFolder
 
 from thinwire_cifar.__main__ import APP
@@ -80,13 +78,13 @@ class Prediction:
 
 def summarise(rows: Sequence[Row], *, images: int) -> Summary:
     """The figures of a run out of its metrics, which was tested with so many images."""
-    steps = _number(rows[-1]["steps"])
+    steps = figure(rows[-1], "steps")
 
     def per_step(name: str) -> float:
-        return sum(_number(row[name]) for row in rows) / steps
+        return sum(figure(row, name) for row in rows) / steps
 
     return Summary(
-        accuracy=_number(rows[-1]["test_accuracy"]),
+        accuracy=figure(rows[-1], "test_accuracy"),
         images=images,
         nbytes=per_step("bytes_sent"),
         compute=per_step("compute_seconds"),
@@ -141,11 +139,6 @@ def _difference(name: str, dense: Summary, sparse: Summary) -> str:
         f"{name} is {abs(points):.1f} points {'below' if points < 0 else 'above'} dense, {within} ± {error:.1f}, the "
         f"standard error that {dense.images} test images leave; seeds differ as much (README)."
     )
-
-
-def _number(value: float | str | None) -> float:
-    assert isinstance(value, int | float)
-    return value
 
 
 DENSITY = 0.01

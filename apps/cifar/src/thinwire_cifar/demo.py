@@ -1,7 +1,5 @@
 """`python -m thinwire_cifar.demo`: 4 MPI workers learn real digits with ResNet-20, by dense and by sparse gradients."""
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence

@@ -1,10 +1,7 @@
 """Speech recognition with every synchronisation algorithm; see `python -m thinwire_deepspeech --help`."""
 
-from importlib.metadata import PackageNotFoundError, version
+from thinwire_trainer import version_of
 
-try:
-    __version__ = version("thinwire-deepspeech")
-except PackageNotFoundError:  # sources that are on the path without being installed
-    __version__ = "0+unknown"
+__version__ = version_of("thinwire-deepspeech")
 
 __all__ = ["__version__"]

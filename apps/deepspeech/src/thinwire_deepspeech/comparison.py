@@ -1,7 +1,5 @@
 """The same training on synthetic spoken digits with dense and with sparse gradients, side by side, as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from communicators import Communicator
 from rich.console import Console
 from rich.table import Table
 from thinwire_trainer.comparison import compared
-from thinwire_trainer.records.metrics import Row
+from thinwire_trainer.records.metrics import Row, figure
 
 from thinwire_deepspeech.__main__ import APP
 
@@ -31,10 +29,10 @@ def outcome(rows: Sequence[Row]) -> Outcome:
     """Result of a run, from its metrics."""
     last = rows[-1]
     return Outcome(
-        wer=_number(last["wer"]),
-        wer_voices=_number(last["wer_voices"]),
-        seconds=sum(_number(row["seconds"]) for row in rows),
-        nbytes=sum(_number(row["bytes_sent"]) for row in rows) / _number(last["steps"]),
+        wer=figure(last, "wer"),
+        wer_voices=figure(last, "wer_voices"),
+        seconds=sum(figure(row, "seconds") for row in rows),
+        nbytes=sum(figure(row, "bytes_sent") for row in rows) / figure(last, "steps"),
     )
 
 
@@ -59,11 +57,6 @@ def _rates(rates: Sequence[float]) -> str:
     """The mean in %, and the least and the greatest where there are several."""
     span = f" ({100 * min(rates):.1f} … {100 * max(rates):.1f})" if len(rates) > 1 else ""
     return f"{100 * mean(rates):.1f}{span}"
-
-
-def _number(value: float | str | None) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
 
 
 ALGORITHMS = {"dense": ["--algorithm=dense"], "gtopk": ["--algorithm=gtopk", "--density=0.01"]}

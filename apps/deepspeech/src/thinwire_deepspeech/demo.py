@@ -1,7 +1,5 @@
 """`python -m thinwire_deepspeech.demo`: 2 MPI workers learn spoken digits (synthetic) by dense and sparse gradients."""
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence

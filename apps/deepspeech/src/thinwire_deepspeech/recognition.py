@@ -1,7 +1,5 @@
 """Speech recognition as the trainer's task."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass

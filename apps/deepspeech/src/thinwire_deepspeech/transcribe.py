@@ -1,7 +1,5 @@
 """`python -m thinwire_deepspeech transcribe RUN FILE…`: what a trained model hears in sound files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,10 +1,7 @@
 """Sentiment and language modelling with every synchronisation algorithm of thinwire."""
 
-from importlib.metadata import PackageNotFoundError, version
+from thinwire_trainer import version_of
 
-try:
-    __version__ = version("thinwire-text")
-except PackageNotFoundError:  # sources that are on the path without being installed
-    __version__ = "0+unknown"
+__version__ = version_of("thinwire-text")
 
 __all__ = ["__version__"]

@@ -1,7 +1,5 @@
 """`python -m thinwire_text generate RUN --prompt …`: goes on with a text, by a trained model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Language modelling as the trainer's task: truncated back-propagation through streams of a text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name

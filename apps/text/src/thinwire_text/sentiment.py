@@ -1,7 +1,5 @@
 """Sentiment of reviews as the trainer's task."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name

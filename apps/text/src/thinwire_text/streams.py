@@ -1,7 +1,5 @@
 """A text as streams that go on from window to window, for truncated back-propagation through time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple

@@ -7,9 +7,15 @@ Importing this package imports nothing heavy, so that a wrong flag is refused be
 
 from importlib.metadata import PackageNotFoundError, version
 
-try:
-    __version__ = version("thinwire-trainer")
-except PackageNotFoundError:  # sources that are on the path without being installed
-    __version__ = "0+unknown"
+
+def version_of(distribution: str) -> str:
+    """Version of an installed distribution; "0+unknown" for sources that are on the path without being installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+__version__ = version_of("thinwire-trainer")
 
 __all__ = ["__version__"]

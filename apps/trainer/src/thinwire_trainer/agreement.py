@@ -4,8 +4,6 @@ Settings, failures of what each rank did for itself, and the step after which al
 them to.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping

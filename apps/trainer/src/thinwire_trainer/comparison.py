@@ -1,7 +1,5 @@
 """Several trainings of one app, one after the other, in folders side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

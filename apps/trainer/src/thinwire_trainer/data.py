@@ -3,10 +3,11 @@
 import fcntl
 import hashlib
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -43,6 +44,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         yield
 
 
+T = TypeVar("T")
 SHOWN = 3  # of the first ones why
 
 
@@ -63,6 +65,14 @@ class Faults:
             if not self.skip:
                 raise RunError(f"{reason} (--skip-bad leaves such data out, and counts them)") from None
             self.found.append(reason)
+
+    def usable(self, reads: Iterable[Callable[[], T]]) -> list[T]:
+        """Results of reading one sample each, but for those that are left out."""
+        kept = list[T]()
+        for read in reads:
+            with self.one():
+                kept.append(read())
+        return kept
 
     def told(self) -> str:
         """How many were left out, and of the first ones why; "" where none was."""

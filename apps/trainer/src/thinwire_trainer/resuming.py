@@ -4,8 +4,6 @@ With another number of ranks only from an epoch's end, because from there on the
 ranks share (parameters, and SGD's state) stays as it is; what was each rank's own is shared out by rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -64,8 +62,10 @@ def resume(
         if comm.rank == 0:
             folder.require_kept(kept)
         resizes = options.residuals if options.elastic is None else len(manifest.files) != comm.size
-        read = _shared_out if resizes else _own
-        state = read(chosen, manifest, replica, options, comm, steps_of)
+        if resizes:
+            state = _shared_out(chosen, manifest, replica, options, comm, steps_of)
+        else:
+            state = _read(chosen, manifest, comm.rank, options, steps_of(comm.size))
         if comm.rank == 0:
             folder.metrics.check(manifest.metrics_nbytes, manifest.metrics_sha256)
     with all_or_none(comm), _advising(which), _fitting(chosen / file_name(comm.rank % len(manifest.files))):
@@ -101,13 +101,6 @@ def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | 
             name = chosen.name if chosen else ""
     name = gather_texts(name, comm)[0]
     return folder.checkpoints.path / name if name else None
-
-
-def _own(
-    chosen: Path, manifest: Manifest, replica: Replica, options: Options, comm: Communicator, steps_of: StepsOf
-) -> State:
-    """This rank's state."""
-    return _read(chosen, manifest, comm.rank, options, steps_of(comm.size))
 
 
 def _shared_out(

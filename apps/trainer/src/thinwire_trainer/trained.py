@@ -1,7 +1,5 @@
 """The model that a run has trained, for the app's own commands (`App.commands`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

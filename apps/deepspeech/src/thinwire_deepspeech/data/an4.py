@@ -43,11 +43,10 @@ def _part(folder: Path, part: str, faults: Faults) -> list[Utterance]:
         raise RunError(
             f"{ids} names {len(names)} files, {transcripts} has {len(lines)} lines: unpack the archive again"
         )
-    utterances = []
-    for number, (name, line) in enumerate(zip(names, lines, strict=True), 1):
-        with faults.one():
-            utterances.append(_utterance(folder / "wav" / name, line, f"{transcripts}, line {number}"))
-    return utterances
+    return faults.usable(
+        partial(_utterance, folder / "wav" / name, line, f"{transcripts}, line {number}")
+        for number, (name, line) in enumerate(zip(names, lines, strict=True), 1)
+    )
 
 
 def _utterance(stem: Path, line: str, place: str) -> Utterance:

@@ -6,8 +6,6 @@ What the library says depends on all that it said before. A fresh process that i
 same order says the same, bit by bit.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys

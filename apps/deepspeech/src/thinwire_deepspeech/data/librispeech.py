@@ -35,12 +35,11 @@ def _parts(folder: Path, beginning: str) -> list[Path]:
 
 
 def _part(folder: Path, faults: Faults) -> list[Utterance]:
-    utterances = []
-    for transcripts in sorted(folder.glob("*/*/*.trans.txt")):
-        for number, line in enumerate(read_text(transcripts).splitlines(), 1):
-            with faults.one():
-                utterances.append(_utterance(transcripts, line, f"{transcripts}, line {number}"))
-    return utterances
+    return faults.usable(
+        partial(_utterance, transcripts, line, f"{transcripts}, line {number}")
+        for transcripts in sorted(folder.glob("*/*/*.trans.txt"))
+        for number, line in enumerate(read_text(transcripts).splitlines(), 1)
+    )
 
 
 def _utterance(transcripts: Path, line: str, place: str) -> Utterance:

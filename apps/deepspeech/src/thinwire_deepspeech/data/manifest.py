@@ -9,7 +9,7 @@ looked for beside the list, and where they say. jsonl may say which part of a fi
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -52,16 +52,11 @@ def _found(folder: Path, part: str) -> Path:
 
 def _part(manifest: Path, faults: Faults) -> list[Utterance]:
     rows = _json_rows if manifest.suffix == ".jsonl" else _table_rows
-    utterances = []
-    for row in rows(manifest, read_text(manifest)):
-        with faults.one():
-            utterances.append(_utterance(manifest.parent, row))
-    return utterances
+    return faults.usable(partial(_utterance, manifest.parent, row) for row in rows(manifest, read_text(manifest)))
 
 
-def _utterance(folder: Path, row: Row | RunError) -> Utterance:
-    if isinstance(row, RunError):
-        raise row
+def _utterance(folder: Path, read_row: Callable[[], Row]) -> Utterance:
+    row = read_row()
     path, text, place = folder / row.path, row.transcript, row.place
     transcript = transcript_of(read_text(folder / text) if text.endswith(".txt") else text, place)
     start, samples = _part_of_file(path, row)
@@ -82,34 +77,32 @@ def _part_of_file(path: Path, row: Row) -> tuple[int, int]:
     return start, wanted
 
 
-def _table_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
+def _table_rows(manifest: Path, text: str) -> Iterator[Callable[[], Row]]:
     """Line by line: no transcript has an end of line, so that a stray quotation mark spoils its own line alone."""
-    columns: tuple[int, int] | None = None
-    for number, line in enumerate(io.StringIO(text, newline=None), 1):
-        place = f"{manifest}, line {number}"
-        fields = _fields(line.removesuffix("\n"), manifest.suffix, place)
-        if columns is None:
-            if isinstance(fields, RunError):
-                raise fields  # who knows what it names
-            found = _columns(fields, place)
-            columns, width = found or (0, 1), len(fields)
-            if found is not None:
-                continue
-        if isinstance(fields, RunError):
-            yield fields
-        elif fields and len(fields) != width:
-            yield RunError(f"{place} has {len(fields)} columns, expected {width}")
-        elif fields:
-            yield Row(fields[columns[0]], fields[columns[1]], place)
+    lines = [line.removesuffix("\n") for line in io.StringIO(text, newline=None)]
+    first = _fields(lines[0], manifest.suffix, f"{manifest}, line 1")
+    columns = _columns(first, f"{manifest}, line 1")
+    for number, line in enumerate(lines, 1):
+        if line and not (columns and number == 1):
+            yield partial(
+                _table_row, line, f"{manifest}, line {number}", manifest.suffix, columns or (0, 1), len(first)
+            )
 
 
-def _fields(line: str, suffix: str, place: str) -> list[str] | RunError:
+def _table_row(line: str, place: str, suffix: str, columns: tuple[int, int], width: int) -> Row:
+    fields = _fields(line, suffix, place)
+    if len(fields) != width:
+        raise RunError(f"{place} has {len(fields)} columns, expected {width}")
+    return Row(fields[columns[0]], fields[columns[1]], place)
+
+
+def _fields(line: str, suffix: str, place: str) -> list[str]:
     """Columns of this line."""
     quoting = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {"strict": True}
     try:
         return next(csv.reader([line], **quoting), [])
     except csv.Error as error:  # such as a quotation mark that never ends
-        return RunError(f"{place}, is no line of a table ({error})")
+        raise RunError(f"{place}, is no line of a table ({error})") from None
 
 
 def _columns(fields: list[str], place: str) -> tuple[int, int] | None:
@@ -130,14 +123,10 @@ def _only(found: list[str], place: str) -> str | None:
     return found[0] if found else None
 
 
-def _json_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
+def _json_rows(manifest: Path, text: str) -> Iterator[Callable[[], Row]]:
     for number, line in enumerate(text.split("\n"), 1):
-        place = f"{manifest}, line {number}"
         if line.strip():
-            try:
-                yield _json_row(line, place)
-            except RunError as error:
-                yield error
+            yield partial(_json_row, line, f"{manifest}, line {number}")
 
 
 def _json_row(line: str, place: str) -> Row:

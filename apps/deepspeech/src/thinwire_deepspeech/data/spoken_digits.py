@@ -4,8 +4,6 @@ No human voice is in it: what is learned here says little of people's speech. It
 seconds, and kept in DIR/spoken-digits; the same release of espeak-ng makes the same everywhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

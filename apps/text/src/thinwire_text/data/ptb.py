@@ -5,6 +5,7 @@ Words stand between spaces, a sentence on a line; every line ends in <eos>. The 
 """
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,15 +35,14 @@ def _lines(path: Path) -> list[str]:
 
 def _encoded(path: Path, vocabulary: Vocabulary, faults: Faults) -> Tensor:
     """Tokens of the lines."""
-    parts = []
-    for number, line in enumerate(_lines(path), 1):
-        with faults.one():
-            tokens = line.split()
-            if strange := [token for token in tokens if token not in vocabulary.numbers]:
-                raise RunError(
-                    f"{path}, line {number}: {strange[0]:.40} is not a word of ptb.train.txt: take files of one kind"
-                )
-            parts.append(vocabulary.encode([*tokens, END]))
+
+    def line_of(number: int, tokens: list[str]) -> Tensor:
+        if strange := [token for token in tokens if token not in vocabulary.numbers]:
+            place = f"{path}, line {number}"
+            raise RunError(f"{place}: {strange[0]:.40} is not a word of ptb.train.txt: take files of one kind")
+        return vocabulary.encode([*tokens, END])
+
+    parts = faults.usable(partial(line_of, number, line.split()) for number, line in enumerate(_lines(path), 1))
     if not parts:
         raise RunError(f"{path} has no line whose words are all in ptb.train.txt")
     return torch.cat(parts)

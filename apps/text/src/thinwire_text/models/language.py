@@ -1,7 +1,5 @@
 """Interface of a language model to the task that trains it."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -4,8 +4,6 @@
 with PTB's 10,000 words.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 With 50,001 words 2.56 million parameters, nearly all of them in the embedding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

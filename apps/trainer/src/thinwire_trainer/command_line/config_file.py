@@ -3,8 +3,6 @@
 A file is read entry by entry through the flags themselves, so that it is checked as the command line is.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import ArgumentParser
 from collections.abc import Collection, Mapping

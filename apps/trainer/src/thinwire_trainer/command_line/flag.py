@@ -1,7 +1,5 @@
 """A flag of the command line. Imports nothing heavy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

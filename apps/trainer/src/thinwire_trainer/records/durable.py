@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 
@@ -56,33 +56,12 @@ def write_aside(path: Path, text: str) -> None:
 def write_tensors(path: Path, state: dict[str, Any]) -> None:
     """Replace a file by what torch.load reads from it; OSError if the disk is full."""
     with replacing(path) as file:
-        witness = _Witness(file)
         try:
-            torch.save(state, cast(BinaryIO, witness))
-        except RuntimeError:
-            if witness.error is None:
-                raise
-            raise witness.error from None
-
-
-class _Witness:
-    """A file that remembers its error: torch.save trips over a full disk once more, and raises RuntimeError instead."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, content: bytes) -> int:
-        """Write to the file, and remember what goes wrong."""
-        try:
-            return self._file.write(content)
-        except OSError as error:
-            self.error = error
+            torch.save(state, file)
+        except RuntimeError as error:  # torch trips over a full disk once more, while it closes its archive
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
             raise
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self._file.flush()
 
 
 def sync_folder(folder: Path) -> None:

@@ -79,6 +79,13 @@ def read_metrics(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def figure(row: Row, name: str) -> float:
+    """A number in a row, that has to be there."""
+    value = row[name]
+    assert isinstance(value, int | float)
+    return value
+
+
 class TrainingProgress:
     """A context manager; `quiet` silences it on the other ranks."""
 

@@ -4,8 +4,6 @@ Every phase of a step has its name there, and in it what the packages do (select
 its start to its end, is a bar on a track of its own: what it shares with forward and backward is hidden by them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from communicators import tracing

@@ -5,8 +5,6 @@ From then on the run is one of the algorithm that was chosen: its settings, metr
 config.json says besides that it was chosen, and why. A run that is gone on with keeps its choice: nothing is measured.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import ArgumentTypeError
 from collections.abc import Mapping

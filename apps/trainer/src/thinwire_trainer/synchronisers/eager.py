@@ -5,8 +5,6 @@ then they hold the same model, and no gradient is under way. Arrivals are the wo
 bits, unless the world is simulated; what a checkpoint holds comes back exactly.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +69,7 @@ class Eager(Synchroniser):
     def zero_grad(self) -> None:
         """Clear the gradients."""
         self._wait(self.steps)
-        self.optimizer.zero_grad()
+        super().zero_grad()
 
     def clip_limit(self, clip_norm: float) -> float:
         """Limit of the gradient's norm, clip_norm · √P: as in a synchronous mean, since rounds are divided by P."""

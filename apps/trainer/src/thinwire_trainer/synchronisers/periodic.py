@@ -3,8 +3,6 @@
 Moments are the optimizer's, each rank's own. The rate goes by steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -46,10 +44,6 @@ class Periodic(Synchroniser):
         super().__init__(model)
         self.optimizer, self.schedule = optimizer, rates(optimizer)
 
-    def zero_grad(self) -> None:
-        """Clear the gradients."""
-        self.optimizer.zero_grad()
-
     def update(self) -> None:
         """Step the optimizer and its rate."""
         self.optimizer.step()
@@ -75,15 +69,6 @@ class Periodic(Synchroniser):
         """Counts for the metrics. A measured one, since the run was started or resumed; at first there is none."""
         hidden = self.optimizer.hidden_fraction
         return {"hidden_fraction": math.nan if hidden is None else hidden}
-
-    def state_dict(self) -> State:
-        """State of the optimizer and its rate."""
-        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
-
-    def load_state_dict(self, state: State) -> None:
-        """Load a state."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
 
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
         """State for this number of ranks, from drained states, which hold one model; momenta are one rank's each.

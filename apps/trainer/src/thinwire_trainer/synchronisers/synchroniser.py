@@ -3,8 +3,6 @@
 The loop knows no algorithm, only `Synchroniser`.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,16 +38,16 @@ class Synchroniser(ABC):
     """
 
     optimizer: Any
-    """What wraps this rank's optimizer, where ranks may come and go."""
+    """Wrapper of this rank's optimizer."""
     schedule: LambdaLR
-    """Of its rate, there."""
+    """Schedule of its rate, by steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    @abstractmethod
     def zero_grad(self) -> None:
         """Clear the gradients, before a backward."""
+        self.optimizer.zero_grad()
 
     def clip_limit(self, clip_norm: float) -> float | None:
         """Norm to which the loop clips this rank's gradient; None where the exchange clips it."""
@@ -106,17 +104,18 @@ class Synchroniser(ABC):
         del steps
         return ""
 
-    @abstractmethod
     def state_dict(self) -> State:
         """All that later steps depend on besides the model, for torch.load(weights_only=True), under its own names.
 
         What is under way is waited for, as by `settle`, and stored unapplied. Names: none that
         `thinwire_trainer.training.replica.Replica` uses.
         """
+        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
 
-    @abstractmethod
     def load_state_dict(self, state: State) -> None:
         """Goes back to where `state` was taken."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
 
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
         """The state of this rank, one of as many as there are now, out of those of all ranks that there were.

@@ -8,8 +8,6 @@ AdamW behind a selection takes few gradients, each of many steps, for noise. So 
 and what it would do is selected from and exchanged (`UpdateOptimizer`, with `ahead()`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -80,7 +78,7 @@ class SynchronousSGD(Synchroniser):
     def zero_grad(self) -> None:
         """Clear the gradients."""
         self._wait(self.schedule.last_epoch)
-        self.optimizer.zero_grad()
+        super().zero_grad()
         if self._before:
             self._before.keep()
 
@@ -123,15 +121,6 @@ class SynchronousSGD(Synchroniser):
         """Line for the user at the end."""
         skipped = self.optimizer.skipped
         return f"{skipped} of {steps} steps were skipped: their gradient was not finite" if skipped else ""
-
-    def state_dict(self) -> State:
-        """State of the optimizer and its rate."""
-        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
-
-    def load_state_dict(self, state: State) -> None:
-        """Load a state."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
 
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
         """State for this number of ranks, and `reshard_residuals` for residuals and velocities.

@@ -1,7 +1,5 @@
 """Batches of a rank: who trains on which samples, who tests which, with which random numbers; reading them ahead."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

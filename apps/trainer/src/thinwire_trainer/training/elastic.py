@@ -4,8 +4,6 @@ An epoch's end, with its evaluation, metrics and checkpoint, is one atomic excha
 do all of it again, and whoever is rank 0 then writes.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training loop: epochs of steps, an evaluation after each, checkpoints in between."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext

@@ -13,8 +13,6 @@ Only what is selection in an exchange is the host's time there: kernels that it 
 for.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Changes to a model before it trains: dense gradients, --amp and --compile."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One rank's copy of the training state: all that a checkpoint holds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
