@@ -5,14 +5,34 @@ Patches of 16 pixels for images from 64 pixels on, of 4 from 16 on, of 2 below.
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 WIDTH, DEPTH, HEADS = 192, 12, 3
 
 
-def block() -> nn.TransformerEncoderLayer:
+class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); [n, tokens, width]."""
-    how = {"activation": "gelu", "norm_first": True, "batch_first": True, "layer_norm_eps": 1e-6}
-    return nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, **how)  # type: ignore[arg-type]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(WIDTH, eps=1e-6)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        x = x + self._attention(self.norm1(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+    def _attention(self, x: Tensor) -> Tensor:
+        n, tokens, _ = x.shape
+        query, key, value = self.qkv(x).view(n, tokens, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(query, key, value)  # [n, heads, tokens, width / heads]
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(n, tokens, WIDTH))
+        return out
 
 
 class VisionTransformer(nn.Module):
@@ -23,7 +43,7 @@ class VisionTransformer(nn.Module):
         self.patches = nn.Conv2d(channels, WIDTH, patch, stride=patch)
         self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
         self.positions = nn.Parameter(torch.zeros(1, 1 + (size // patch) ** 2, WIDTH))
-        self.blocks = nn.Sequential(*(block() for _ in range(DEPTH)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
         self.norm = nn.LayerNorm(WIDTH, eps=1e-6)
         self.classify = nn.Linear(WIDTH, classes)
         self.apply(_small_normal)
@@ -47,8 +67,6 @@ def vit(*, channels: int, classes: int, size: int) -> VisionTransformer:
 
 
 def _small_normal(module: nn.Module) -> None:
-    if isinstance(module, nn.MultiheadAttention):
-        nn.init.trunc_normal_(module.in_proj_weight, std=0.02)
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)

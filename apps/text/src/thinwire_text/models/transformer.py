@@ -3,10 +3,13 @@
 Every window stands for itself: nothing is carried from one to the next.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from thinwire_text.catalogue import UNITS_A_HEAD
 from thinwire_text.models.language import State
@@ -14,11 +17,26 @@ from thinwire_text.models.language import State
 DEVIATION = 0.02  # of the first weights
 
 
-def block(hidden: int, dropout: float) -> nn.TransformerEncoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); [streams, n, hidden]; dropout also of attention, as in GPT."""
-    how = {"activation": "gelu", "norm_first": True, "batch_first": True}
-    heads = hidden // UNITS_A_HEAD
-    return nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout=dropout, **how)  # type: ignore[arg-type]
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attend, self.project = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.widen, self.narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[streams, n, hidden] -> the same."""
+        streams, n, hidden = x.shape
+        shape = (streams, n, 3, self.heads, hidden // self.heads)
+        query, key, value = self.attend(self.first(x)).view(shape).permute(2, 0, 3, 1, 4)
+        heard = scaled_dot_product_attention(query, key, value, is_causal=True)  # [streams, heads, n, units]
+        x = x + self.dropout(self.project(heard.transpose(1, 2).reshape(streams, n, hidden)))
+        mixed: Tensor = self.dropout(self.narrow(gelu(self.widen(self.second(x)))))
+        return x + mixed
 
 
 class Transformer(nn.Module):
@@ -30,12 +48,10 @@ class Transformer(nn.Module):
             raise ValueError(f"--hidden {hidden} is no multiple of {UNITS_A_HEAD}, the units of an attention head")
         self.window = window
         self.embedding, self.position = nn.Embedding(words, hidden), nn.Embedding(window, hidden)
-        self.blocks = nn.ModuleList(block(hidden, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(hidden, hidden // UNITS_A_HEAD, dropout) for _ in range(layers))
         self.norm, self.decode = nn.LayerNorm(hidden), nn.Linear(hidden, words, bias=False)
         self.dropout = nn.Dropout(dropout)
         for module in self.modules():
-            if isinstance(module, nn.MultiheadAttention):
-                nn.init.normal_(module.in_proj_weight, std=DEVIATION)
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=DEVIATION)
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -52,9 +68,8 @@ class Transformer(nn.Module):
         """Logits and no state (`Language`); n ≤ window."""
         places = torch.arange(len(tokens), device=tokens.device)
         x = self.dropout(self.embedding(tokens.T) + self.position(places))
-        unseen = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=tokens.device).triu(1)
-        for each in self.blocks:
-            x = each(x, unseen, is_causal=True)
+        for block in self.blocks:
+            x = block(x)
         logits: Tensor = self.decode(self.norm(x)).transpose(0, 1)
         return logits, state
 
