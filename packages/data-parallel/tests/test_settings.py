@@ -77,7 +77,7 @@ def test_density_and_compressor():
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"momentum": "0.9"}, TypeError, "momentum is '0.9', expected a number"),
+        ({"momentum": "0.9"}, TypeError, r"momentum is '0.9' \(str\), expected 0 ≤ momentum < 1"),
         ({"momentum": True}, TypeError, "momentum is True"),
         ({"momentum": float("nan")}, ValueError, "momentum is nan, expected 0 ≤ momentum < 1"),
         ({"momentum": 1}, ValueError, "momentum is 1, expected 0 ≤ momentum < 1"),

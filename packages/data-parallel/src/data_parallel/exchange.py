@@ -87,9 +87,7 @@ class Exchange:
         scale: loss scale; residuals are stored without it. of: elements of the whole model, to clip this bucket by its
         share of them; None: it is not clipped here.
         """
-        lane = self._lanes.get(bucket.members[0])
-        if lane is None or lane.bucket != bucket:
-            lane = self.open(bucket)
+        lane = self.open(bucket)
         if lane not in self._open:
             self._open.append(lane)
         if of is not None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from numbers import Real
 from typing import Any, Self, TypedDict
 
 from sparse_collectives import ALGORITHMS, DENSE_WIRES, Algorithm, resolve
-from sparse_compress import Compressor, TopK
+from sparse_compress import Compressor, TopK, arguments
 
 from data_parallel.schemes.dense import DenseCompressor
 from data_parallel.schemes.table import COMPRESSORS, known_compressor
@@ -108,7 +106,7 @@ class Settings:
         for name, value in (
             ("compressor", _compressor(self.compressor, self.density)),
             ("density", schedule),
-            ("momentum", _number("momentum", self.momentum, "0 ≤ momentum < 1", lambda value: 0 <= value < 1)),
+            ("momentum", arguments.number(self.momentum, "momentum", "0 ≤ momentum < 1", lambda value: 0 <= value < 1)),
             ("clip_norm", _clip_norm(self.clip_norm)),
             ("dense_below", check_count("dense_below", self.dense_below, "elements", least=0) or 0),
             ("verify", check_count("verify", self.verify, "steps", least=0)),
@@ -227,8 +225,7 @@ def _compressor(given: Any, density: Any) -> Compressor:
         if not hasattr(given, "density"):
             raise ValueError(f"density is a schedule, but {given} has no density to be set: leave out one of them")
     elif given is None:
-        expected = "the fraction of elements to send, 0 < density ≤ 1"
-        return TopK(DENSITY if density is None else _number("density", density, expected, lambda value: 0 < value <= 1))
+        return TopK(DENSITY if density is None else density)
     elif density is not None:
         raise ValueError(f"density={density} and compressor={given} were given, and both say how much: leave out one")
     if isinstance(given, type) or not isinstance(given, Compressor):
@@ -237,12 +234,4 @@ def _compressor(given: Any, density: Any) -> Compressor:
 
 
 def _clip_norm(given: Any) -> float | None:
-    return None if given is None else _number("clip_norm", given, "a norm above 0", lambda norm: 0 < norm < math.inf)
-
-
-def _number(name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}, expected a number, {expected}")
-    if not fits(float(value)):
-        raise ValueError(f"{name} is {value}, expected {expected}")
-    return float(value)
+    return None if given is None else arguments.positive(given, "clip_norm", expected="a norm")
