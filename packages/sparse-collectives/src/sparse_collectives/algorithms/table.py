@@ -52,7 +52,10 @@ def resolve(
         ValueError: An unknown name, option or wire, or values that do not fit; lists the known ones.
         TypeError: No algorithm, or an option of another type than its default.
     """
-    entry, encoding = _known(algorithm).given(options), wire_named(wire, dtype=dtype)
+    entry = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
+    entry, encoding = entry or _own(algorithm), wire_named(wire, dtype=dtype)
+    if options is not None:
+        entry = entry.given(options)
     if size is not None:
         entry.check(size)
     if encoding is RAW:
@@ -62,10 +65,8 @@ def resolve(
     return entry if size == 1 else replace(entry, wire=encoding)  # alone, nothing travels and nothing is rounded
 
 
-def _known(algorithm: str | Algorithm) -> Algorithm:
-    """The algorithm of that name, or the user's own, which must not have a name that stands for another."""
-    if isinstance(algorithm, str) and algorithm in ALGORITHMS:
-        return ALGORITHMS[algorithm]
+def _own(algorithm: str | Algorithm) -> Algorithm:
+    """The user's own algorithm, which must not have a name that stands for another; errors for any other thing."""
     names = ", ".join([*ALGORITHMS, AUTO])
     if isinstance(algorithm, str):
         raise ValueError(f"unknown algorithm {algorithm!r}; known: {names}; of your own give the Algorithm itself")
