@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import DEVNULL, CompletedProcess, Popen, TimeoutExpired
-from types import TracebackType
 from typing import IO, Self
 
 MOST_RANKS = 64
@@ -60,9 +59,7 @@ class Launcher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exits.close()
 
     def describe(self) -> str:

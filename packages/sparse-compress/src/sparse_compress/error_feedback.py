@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator, read_state, write_state
@@ -168,18 +167,12 @@ class ErrorFeedback:
         return finite is not None and not bool(finite)
 
     def suspects(self) -> list[str]:
-        """Names whose accumulated tensor had a NaN or inf when it was compressed last; reads devices back, once each.
+        """Names whose accumulated tensor had a NaN or inf when it was compressed last; reads each one's flag back.
 
         Where the compressor takes the largest magnitudes first only the sent entries were checked. All ranks must react
         alike: raise an error, or skip the step by ``rollback`` (``tentative=True``).
         """
-        by_device: dict[torch.device, list[str]] = {}
-        for name, finite in self._finite.items():
-            by_device.setdefault(finite.device, []).append(name)
-        flags: dict[str, bool] = {}
-        for names in by_device.values():
-            flags.update(zip(names, torch.stack([self._finite[name] for name in names]).tolist(), strict=True))
-        return [name for name in self._finite if not flags[name]]
+        return [name for name in self._finite if self.is_suspect(name)]
 
     def drop(self, name: str, spans: Sequence[slice]) -> None:
         """Clears residual and velocity, so that nothing of a gradient that was not finite is sent later.

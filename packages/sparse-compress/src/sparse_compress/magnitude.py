@@ -59,11 +59,7 @@ def positions(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.is_cpu else mask.nonzero().view(-1)
 
 
-def reachable(key: int, dtype: torch.dtype) -> int:
-    """Limits a key to that of inf."""
-    return min(key, _key_of_inf(dtype))
-
-
 @cache
-def _key_of_inf(dtype: torch.dtype) -> int:
+def key_of_inf(dtype: torch.dtype) -> int:
+    """Key of inf, the largest that a threshold may have: inf and NaN reach any."""
     return int(magnitude_keys(torch.tensor(torch.inf, dtype=dtype)))

@@ -6,7 +6,6 @@ On a CPU compiled kernels add and cut float32; plain torch is their reference, a
 from collections.abc import Sequence
 from ctypes import c_int64
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from sparse_compress.vector import SparseVector
 from sparse_compress.vectors import compact, joined, of_entries, pad, where
 
 KIND = ("numel", "dtype", "device")
-_KIND = attrgetter(*KIND)
 Bounds = Sequence[tuple[int, int]]
 """[low, high) of every block of the index range, in order and without gaps."""
 
@@ -46,8 +44,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
         ValueError: k < 0, or numel, dtype or device of a and b differ.
     """
     k = integer(k, "k", expected="the number of entries to keep")
-    if not (isinstance(a, SparseVector) and isinstance(b, SparseVector)) or _KIND(a) != _KIND(b):
-        raise _unlike(a, b)
+    _check_alike(a, b)
     return merge_to_budgets(a, b, [(0, a.numel)], [min(k, a.numel)])
 
 
@@ -135,8 +132,7 @@ def add(a: SparseVector, b: SparseVector) -> SparseVector:
     Raises:
         ValueError: numel, dtype or device differ.
     """
-    if not (isinstance(a, SparseVector) and isinstance(b, SparseVector)) or _KIND(a) != _KIND(b):
-        raise _unlike(a, b)
+    _check_alike(a, b)
     if not len(a) or not len(b):
         return a if len(a) else b
     if library := kernels(a):
@@ -210,13 +206,14 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
     return part
 
 
-def _unlike(a: Any, b: Any) -> Exception:
-    """Error that says why two cannot be added."""
+def _check_alike(a: Any, b: Any) -> None:
+    """Raises an error that says why two cannot be added."""
     for given in (a, b):
         if not isinstance(given, SparseVector):
-            return TypeError(f"{type(given).__name__} given, expected a SparseVector: make one with topk(tensor, k)")
-    what = next(what for what in KIND if getattr(a, what) != getattr(b, what))
-    return ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")
+            raise TypeError(f"{type(given).__name__} given, expected a SparseVector: make one with topk(tensor, k)")
+    for what in KIND:
+        if getattr(a, what) != getattr(b, what):
+            raise ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")
 
 
 def _paired(a: SparseVector, b: SparseVector) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.arguments import WIRE_DTYPES, flatten, integer
-from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys, positions, reachable
+from sparse_compress.magnitude import key_of_inf, largest, largest_on_device, magnitude_keys, positions
 from sparse_compress.native.library import SCRATCH, kernels
 from sparse_compress.vector import SparseVector
 from sparse_compress.vectors import concatenate, take
@@ -78,7 +78,7 @@ def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
 
     NaN and inf reach any key. On a GPU their number is read back.
     """
-    key = reachable(key, flat.dtype)
+    key = min(key, key_of_inf(flat.dtype))
     if k and kernels(flat):
         return _selected(flat, k, key)
     chosen = positions(magnitude_keys(flat) >= key)
@@ -185,7 +185,7 @@ class Reaching(Selection):
         return reaching(accumulated, self.key, self.k)
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        key = reachable(self.key, torch.float32)
+        key = min(self.key, key_of_inf(torch.float32))
         return fused_step(self, before, gradient, momentum, out, [((0, gradient.numel()), self.k)], key)
 
 

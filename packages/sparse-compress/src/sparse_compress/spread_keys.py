@@ -19,7 +19,6 @@ from sparse_compress.native.library import SCRATCH, SLACK, kernels
 
 Keys = NDArray[np.signedinteger[Any]]
 INT32 = (torch.int32,)
-MANY = 1 << 15  # keys: from here on torch sorts by radix, in a quarter of the time; fewer NumPy sorts faster
 
 
 class KthLargest(NamedTuple):
@@ -53,8 +52,7 @@ def rising(keys: Tensor, least: int) -> Tensor:
         in_order, scratch = torch.empty(room, dtype=torch.int32), SCRATCH.of(4 * room)
         count = library.sc_sorted(keys.data_ptr(), len(keys), least, in_order.data_ptr(), scratch.data_ptr())
         return in_order[:count]
-    few = keys.is_cpu and len(keys) < MANY
-    in_order = torch.from_numpy(np.sort(keys.numpy())) if few else torch.sort(keys).values
+    in_order = torch.sort(keys).values
     return in_order[torch.searchsorted(in_order, least) :]
 
 

@@ -49,10 +49,7 @@ def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
     places = positions(chosen)
     if len(places) == len(sparse):
         return sparse
-    taken = SparseVector.allocate(len(places), sparse.numel, sparse.dtype, sparse.device)
-    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
-        torch.index_select(part, 0, places, out=out)
-    return taken
+    return of_entries(sparse.indices[places], sparse.values[places], sparse.numel)
 
 
 def larger(sparse: SparseVector, key: int, ties: int = 0) -> SparseVector:

@@ -21,6 +21,8 @@ class Density:
     ``density``: 0 < density ≤ 1, else ValueError; TypeError for anything but a number. It may be set anew.
     """
 
+    finds_nonfinite = True
+
     def __init__(self, density: float = 0.01) -> None:
         self.density = density
 
@@ -54,8 +56,6 @@ class TopK(Density):
         TypeError: density is no number.
         ValueError: density is out of range.
     """
-
-    finds_nonfinite = True
 
     def __call__(self, tensor: Tensor) -> SparseVector:
         check_dense(tensor, "tensor")

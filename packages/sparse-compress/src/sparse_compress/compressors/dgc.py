@@ -34,8 +34,6 @@ class DGCTopK(Density):
         ValueError: One of them is out of range.
     """
 
-    finds_nonfinite = True
-
     def __init__(self, density: float = 0.001, *, sample: float = 0.01) -> None:
         super().__init__(density)
         self.sample = share_of(sample, "sample", expected="the fraction of elements to look at")

@@ -35,8 +35,6 @@ class GaussianK(Density):
         ValueError: density is out of range.
     """
 
-    finds_nonfinite = True
-
     def __init__(self, density: float = 0.001) -> None:
         super().__init__(density)
 

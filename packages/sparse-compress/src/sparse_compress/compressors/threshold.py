@@ -29,8 +29,6 @@ class Threshold(Density):
         ValueError: One of them is out of range.
     """
 
-    finds_nonfinite = True
-
     def __init__(self, threshold: float, density: float = 0.01) -> None:
         super().__init__(density)
         self.threshold = positive(threshold, "threshold", expected="a magnitude")
@@ -56,8 +54,6 @@ class ThresholdReuse(Density):
         TypeError: One of them is no number.
         ValueError: One of them is out of range.
     """
-
-    finds_nonfinite = True
 
     def __init__(self, density: float = 0.01, *, every: int = 32) -> None:
         super().__init__(density)
