@@ -20,7 +20,7 @@ from ddp_digits import digits
 from local_sgd import DiLoCo
 from torch import nn
 
-EPOCHS, BATCH, TAU, PAUSE = 40, 48, 5, 0.02
+EPOCHS, BATCH, TAU, PAUSE = 30, 48, 5, 0.02
 
 
 def rank(address: str) -> None:
