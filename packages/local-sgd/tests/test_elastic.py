@@ -242,12 +242,14 @@ def test_compression_loses_nothing_but_what_died(kind, dying, part):
     """Σ given, old residuals included, = applied + Σ residuals, over the ranks of each exchange that was applied."""
     taken, original = {}, CompressedAveraging._taken
 
-    def noted(self, sums, came):
-        arrived, (each,) = original(self, sums, came), self._given
-        residual = self._sums._residuals[id(each.part)].double()
+    def noted(self, totals):
+        arrived, (each,) = original(self, totals), self._given
+        residual = self._compressed._residuals[id(each.part)].double()
         self._noted += 1
         if arrived.means:
-            taken.setdefault((self.ranks, self._noted), []).append((each.given.double(), residual, sums[1].double()))
+            taken.setdefault((self.ranks, self._noted), []).append(
+                (each.given.double(), residual, totals[1].total.double())
+            )
         return arrived
 
     with pytest.MonkeyPatch.context() as patched:

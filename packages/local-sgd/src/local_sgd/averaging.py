@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators import CollectiveError, Communicator, allgather, allreduce, run, schedules, start
+from communicators import CollectiveError, Communicator, Work, allgather, allreduce, run, schedules, start
 from torch import Tensor
 
 from local_sgd.parts import by_name
@@ -59,12 +59,12 @@ class Averaging:
         self._comm, self._what, self._native, self._call = comm, what, native, call
         self.alike: Callable[[], str] = str
         self._given: list[Any] = []  # payloads that were launched, and not taken yet
-        self._launched: list[Any] = []  # their sums, under way in that generation:
+        self._sums: list[Any] = []  # of them, under way in that generation:
         self._generation = 0
         self.ranks = comm.size
         self._arrived: Arrived | None = None
         self._error: Exception | None = None
-        self._waited = self._under_way = 0.0
+        self._waited = self._under_way = self._began = 0.0
         self._since = ""
 
     @staticmethod
@@ -79,29 +79,25 @@ class Averaging:
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """Exchanges the vectors; returns the means as soon as all ranks have come."""
-        began = self._comm.clock()
-        payloads = [_payload(x, weight, finished) for x in vectors]
-
-        def exchange() -> tuple[list[Tensor], int]:
-            if self._native and (facts := self._since + self.alike()):  # the transport's sum agrees on its size alone
-                run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
-            return [self._sum(payload, run) for payload in payloads], self._comm.size
-
-        totals, self.ranks = self._comm.atomic(exchange)
-        self._waited += (seconds := self._comm.clock() - began)
-        self._under_way += seconds
+        self._give(vectors, weight, finished)
+        try:
+            arrived = self._take()
+        finally:
+            self._given = []  # nothing is under way afterwards
         self._since = ""
-        return _means(totals)
+        return arrived
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange of the vectors as they are now, of which it takes one copy."""
         with self._keeping_errors():
             self._give(vectors, weight, finished)
+            came = self._comm.clock()
             try:
-                self._start()
+                self._start(start)
             except CollectiveError:
                 if not self._comm.elastic:  # there it is launched again when it is taken
                     raise
+            self._waited += self._comm.clock() - came  # for a sum that does not run in the background
             self._since = ""
 
     def arrived(self, *, waits: bool = True) -> Arrived:
@@ -113,10 +109,7 @@ class Averaging:
             return Arrived([], 0.0, -1)
         with self._keeping_errors():
             if self._arrived is None:
-                began = self._comm.clock()
-                sums, self.ranks = self._comm.atomic(self._awaited)
-                self._arrived = self._taken(sums, began)
-                self._given, self._launched = [], []  # only now, so that an interrupted wait can be repeated
+                self._arrived = self._take()
         return self._arrived
 
     def wait(self) -> None:
@@ -139,22 +132,39 @@ class Averaging:
         self._arrived, self._generation = None, 0
         self._given = [_payload(x, weight, finished) for x in vectors]
 
-    def _start(self) -> None:
-        """Starts the sums of what was given, in the present group."""
-        self._launched = [self._sum(payload, start) for payload in self._given]
+    def _start(self, carry: Callable[..., Any]) -> None:
+        """Starts the sums of what was given, in the present group; carry: `start`, or `run`, which waits for them."""
+        self._began = self._comm.clock()
+        self._sums = self._summed(carry)
         self._generation = self._comm.generation
+
+    def _summed(self, carry: Callable[..., Any]) -> list[Any]:
+        """Sums over ranks, or the works of them."""
+        if self._native and (facts := self._since + self.alike()):  # the transport's sum agrees on its size alone
+            run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
+        return [self._sum(payload, carry) for payload in self._given]
 
     def _awaited(self) -> tuple[list[Any], int]:
         """Sums of what was given, and the number of ranks; of what was started in another group nothing is used."""
         if self._generation != self._comm.generation:
-            self._start()
-        return [work.wait() for work in self._launched], self._comm.size
+            self._start(run)
+        return [one.wait() if isinstance(one, Work) else one for one in self._sums], self._comm.size
 
-    def _taken(self, sums: list[Any], came: float) -> Arrived:
-        """Means of sums that all ranks have taken. came: when this rank came to wait for them."""
-        self._waited += self._comm.clock() - came
-        self._under_way += max(work.ended or came for work in self._launched) - self._launched[0].began
-        return _means(sums)
+    def _take(self) -> Arrived:
+        """Waits for the sums, and returns the means that all ranks take."""
+        came = self._comm.clock()
+        totals, self.ranks = self._comm.atomic(self._awaited)
+        now = self._comm.clock()
+        self._waited += now - came
+        ends = [one.ended or now for one in self._sums if isinstance(one, Work)]
+        self._under_way += max(ends, default=now) - self._began
+        arrived = self._taken(totals)
+        self._given, self._sums = [], []  # only now, so that an interrupted wait can be repeated
+        return arrived
+
+    def _taken(self, totals: list[Any]) -> Arrived:
+        """Means of sums that all ranks have taken."""
+        return _means(totals)
 
     @contextmanager
     def _keeping_errors(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from communicators import Communicator, Work, schedules, start, tracing
+from communicators import Communicator, schedules, start, tracing
 from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging, all_finite
@@ -90,19 +90,13 @@ class Compression:
         return SparseSum(parts, self.compress, self.allreduce, comm)
 
 
-@dataclass
-class Launched:
-    """Vector under way: its part, what was given, what was sent, and its sum over ranks, or the work of it."""
+@dataclass(frozen=True)
+class Selected:
+    """Vector to be summed: its part, what was given, and what is sent of it."""
 
     part: Part
     given: Tensor
     sent: Any
-    sum: Any = None
-
-    @property
-    def result(self) -> Any:
-        """Sum over ranks, waited for."""
-        return self.sum.wait() if isinstance(self.sum, Work) else self.sum
 
 
 class RoundedSum:
@@ -118,28 +112,28 @@ class RoundedSum:
         self._parts, self._bits, self._comm, self._what = parts, bits, comm, what
         self._residuals = {id(part): torch.zeros_like(part.gather()) for part in parts}
 
-    def select(self, part: Part, x: Tensor) -> Launched:
-        """Adds the part's residual to x, which it takes over, to be launched."""
+    def select(self, part: Part, x: Tensor) -> Selected:
+        """Adds the part's residual to x, which it takes over, to be sent."""
         x += self._residuals[id(part)]
-        return Launched(part, x, x.float())
+        return Selected(part, x, x.float())
 
-    def launch(self, selected: Launched) -> None:
+    def launch(self, selected: Selected) -> Any:
         """Starts the sum of what was selected; again, where the group has changed."""
         x = selected.given
         facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
         schedule = schedules.quantised_allreduce(selected.sent, self._comm.rank, self._comm.size, bits=self._bits)
-        selected.sum = start(schedule, self._comm, facts=facts, device=x.device)
+        return start(schedule, self._comm, facts=facts, device=x.device)
 
-    def total(self, launched: Launched) -> Tensor:
-        """Waits for the sum and returns it."""
-        total: Tensor = launched.result.total
-        return total.to(launched.given.dtype)
+    def total(self, selected: Selected, result: Any) -> Tensor:
+        """Total as a vector."""
+        total: Tensor = result.total
+        return total.to(selected.given.dtype)
 
-    def feed_back(self, launched: Launched, *, applied: bool) -> None:
+    def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, the old one stays, and nothing is lost."""
         if applied:
-            rounded_off = launched.given - launched.sent
-            self._residuals[id(launched.part)] = rounded_off.add_(launched.result.dropped)
+            rounded_off = selected.given - selected.sent
+            self._residuals[id(selected.part)] = rounded_off.add_(result.dropped)
 
     def state_dict(self) -> dict[str, Any]:
         """All residuals, by parameter."""
@@ -164,31 +158,30 @@ class SparseSum:
         self._cut = [[list(part.names), part.bucket.numel] for part in parts]
         self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
 
-    def select(self, part: Part, x: Tensor) -> Launched:
+    def select(self, part: Part, x: Tensor) -> Selected:
         """Selects what is sent of x plus the part's residual; takes x over."""
         with tracing.labelled("select"):
-            return Launched(part, x, self._sparsifier.compress(part.names[0], x))
+            return Selected(part, x, self._sparsifier.compress(part.names[0], x))
 
-    def launch(self, selected: Launched) -> None:
+    def launch(self, selected: Selected) -> Any:
         """Starts the sum of what was selected; again, where the group has changed."""
-        selected.sum = self._allreduce(selected.sent, self._comm)
+        return self._allreduce(selected.sent, self._comm)
 
-    def total(self, launched: Launched) -> Tensor:
-        """Waits for the sum and returns it."""
-        summed = launched.result
-        total: Tensor = summed.total if isinstance(summed.total, Tensor) else summed.total.to_dense()
-        if total.numel() != launched.given.numel():
+    def total(self, selected: Selected, result: Any) -> Tensor:
+        """Total as a vector."""
+        total: Tensor = result.total if isinstance(result.total, Tensor) else result.total.to_dense()
+        if total.numel() != selected.given.numel():
             raise ValueError(
-                f"allreduce gave a total of {total.numel()} elements for a change of {launched.given.numel()}"
+                f"allreduce gave a total of {total.numel()} elements for a change of {selected.given.numel()}"
             )
-        return total.reshape(-1).to(launched.given)
+        return total.reshape(-1).to(selected.given)
 
-    def feed_back(self, launched: Launched, *, applied: bool) -> None:
+    def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, all that was sent goes back, and nothing is lost."""
-        back = launched.result.dropped if applied else launched.sent
+        back = result.dropped if applied else selected.sent
         if back is not None:
             with tracing.labelled("restore"):
-                self._sparsifier.restore(launched.part.names[0], back)
+                self._sparsifier.restore(selected.part.names[0], back)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the compressor, and the number of its tensors, because a loader may leave some out.
@@ -229,50 +222,36 @@ class CompressedAveraging(Averaging):
         self, comm: Communicator, what: str, parts: Sequence[Part], anchor: str, sums: RoundedSum | SparseSum
     ) -> None:
         super().__init__(comm, what, native=False)
-        self._parts, self._anchor, self._sums = parts, anchor, sums
-        self._began = 0.0
+        self._parts, self._anchor, self._compressed = parts, anchor, sums
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         self.launch(vectors, weight, finished=finished)
         return self.arrived()
 
-    def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
-        """Starts the exchange; a sum that does not run in the background is waited for here."""
-        self._began = self._comm.clock()
-        super().launch(vectors, weight, finished=finished)
-        self._waited += self._comm.clock() - self._began
-
     def _give(self, vectors: Sequence[Tensor], weight: float, finished: bool) -> None:
         self._arrived, self._generation, self._given, spoilt = None, 0, [], False
         for part, x in zip(self._parts, vectors, strict=True):
             change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
-            if not self._sums.carries_nan and not all_finite(change):
+            if not self._compressed.carries_nan and not all_finite(change):
                 spoilt = True
                 change.zero_()  # or it would stay in a residual
-            self._given.append(self._sums.select(part, change))
+            self._given.append(self._compressed.select(part, change))
         self._head = torch.tensor([math.nan if spoilt else weight, float(not finished)], dtype=torch.float64)
 
-    def _start(self) -> None:
-        for each in self._given:
-            self._sums.launch(each)
+    def _summed(self, carry: Callable[..., Any]) -> list[Any]:
+        """Sum of the head and those of the parts, all of which are under way at once."""
+        del carry
+        sums = [self._compressed.launch(each) for each in self._given]
         schedule = schedules.allreduce(self._head, self._comm.rank, self._comm.size)
-        facts = self._facts(": weights")
-        self._launched = [start(schedule, self._comm, facts=facts, device=self._head.device)]
-        self._generation = self._comm.generation
+        return [start(schedule, self._comm, facts=self._facts(": weights"), device=self._head.device), *sums]
 
-    def _awaited(self) -> tuple[list[Any], int]:
-        (head,), ranks = super()._awaited()
-        return [head, *(self._sums.total(each) for each in self._given)], ranks
-
-    def _taken(self, sums: list[Any], came: float) -> Arrived:
-        (weight, unfinished), totals = sums[0].tolist(), sums[1:]
-        now = self._comm.clock()
-        self._waited += now - came
-        works = [work for work in (*self._launched, *(each.sum for each in self._given)) if isinstance(work, Work)]
-        self._under_way += max(work.ended or now for work in works) - self._began
+    def _taken(self, totals: list[Any]) -> Arrived:
+        head, *results = totals
+        weight, unfinished = head.tolist()
+        totals = [self._compressed.total(*each) for each in zip(self._given, results, strict=True)]
         applied = bool(weight) and all(map(all_finite, totals))
-        for each in self._given:
-            self._sums.feed_back(each, applied=applied)
+        for each, result in zip(self._given, results, strict=True):
+            self._compressed.feed_back(each, result, applied=applied)
         if not weight:
             return Arrived([], 0.0, int(unfinished))
         means = [each.part[self._anchor] + total / weight for each, total in zip(self._given, totals, strict=True)]

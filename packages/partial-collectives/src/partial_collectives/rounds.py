@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -25,20 +24,6 @@ from partial_collectives.stragglers import Arrivals, Lateness
 
 KINDS = 16
 MOST_BEGAN = 21
-
-
-class Between(IntEnum):
-    """Signals between ranks beside the protocol's.
-
-    OVER, GRACE_OVER: to itself, that a round's collective or a grace is over. LIVES, LIVE: whether a rank lives, and
-    that it does. CLOSES: that it closes.
-    """
-
-    OVER = 4
-    GRACE_OVER = 5
-    LIVES = 6
-    LIVE = 7
-    CLOSES = 8
 
 
 class PartialRounds:
@@ -105,7 +90,7 @@ class PartialRounds:
 
         A slow rank is waited for as long as it takes, but its engine must answer.
         """
-        pulse = Pulse(self._comm.timeout, lambda peer: self._signals.send(peer, Between.LIVES), self._answered)
+        pulse = Pulse(self._comm.timeout, lambda peer: self._signals.send(peer, Kind.LIVES), self._answered)
         while True:
             try:
                 self._signals.wait_until(lambda: self._looks(over), pulse.seconds)
@@ -143,7 +128,7 @@ class PartialRounds:
 
     def close(self) -> None:
         """Ends signals and collectives, on all ranks; after the last round, and once all ranks have come to it."""
-        self._signals.send_all(Between.CLOSES)
+        self._signals.send_all(Kind.CLOSES)
         self.wait(lambda: self._others <= self._closing | self._gone())
         if self._shrinks:
             self._abandon()
@@ -173,16 +158,16 @@ class PartialRounds:
         round_, kind = divmod(value, KINDS)
         self._answered.add(source)
         with self._lock:
-            if kind == Between.OVER:
+            if kind == Kind.OVER:
                 if round_ == self._number:
                     self._collective_over()
-            elif kind == Between.GRACE_OVER:
+            elif kind == Kind.GRACE_OVER:
                 self._do(self.machine.grace_over(round_))
-            elif kind == Between.LIVES:
-                self._signals.send(source, Between.LIVE)
-            elif kind == Between.CLOSES:
+            elif kind == Kind.LIVES:
+                self._signals.send(source, Kind.LIVE)
+            elif kind == Kind.CLOSES:
                 self._closing |= {source}
-            elif kind != Between.LIVE:
+            elif kind != Kind.LIVE:
                 self._do(self.machine.heard(source, Kind(kind), round_))
 
     def _do(self, actions: Sequence[Action]) -> None:
@@ -197,7 +182,7 @@ class PartialRounds:
                 self._left_out = f"rank {self._comm.rank} was left out: others have lost the connection to it"
             elif self._graced != action.round:
                 self._graced = action.round
-                self._signals.remind(self._seconds_of_grace(), KINDS * action.round + Between.GRACE_OVER)
+                self._signals.remind(self._seconds_of_grace(), KINDS * action.round + Kind.GRACE_OVER)
 
     def _join(self, join: Join) -> None:
         self.began.append(self._comm.clock())
@@ -236,7 +221,7 @@ class PartialRounds:
 
     def _tell_over(self, number: int) -> None:
         with suppress(CollectiveError):  # they have failed already
-            self._signals.send(self._comm.rank, KINDS * number + Between.OVER)
+            self._signals.send(self._comm.rank, KINDS * number + Kind.OVER)
 
     def _collective_over(self) -> None:
         collective = self._collective

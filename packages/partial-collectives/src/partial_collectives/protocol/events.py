@@ -37,14 +37,21 @@ class Header:
 
 
 class Kind(IntEnum):
-    """Kind of a signal: its sender has arrived at a round; the round begins; a rank is gone.
+    """Kind of a signal.
 
-    The gone rank's number stands for that of the round.
+    ARRIVED, BEGIN: its sender has come to a round; the round begins. GONE: a rank is gone, whose number stands for that
+    of the round. The machine hears no others. OVER, GRACE_OVER: to the rank itself, that a round's collective or a
+    grace is over. LIVES, LIVE: whether a rank lives, and that it does. CLOSES: that it closes.
     """
 
     ARRIVED = 0
     BEGIN = 1
     GONE = 2
+    OVER = 4
+    GRACE_OVER = 5
+    LIVES = 6
+    LIVE = 7
+    CLOSES = 8
 
 
 @dataclass(frozen=True, slots=True)
