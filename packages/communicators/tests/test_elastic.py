@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from communicators import CollectiveError, Elastic, Link, LinkLost, SimulatedWorld, allreduce
+from communicators import CollectiveError, Elastic, LeftOutError, Link, LinkLost, SimulatedWorld, allreduce
 from communicators.elastic import board
 from communicators.elastic.testing import check_elastic_laws
 
@@ -208,3 +208,20 @@ def test_what_newcomers_carry_is_as_many_as_those_who_train_carry(carried, asks_
     trains, came = SimulatedWorld(2).run(body)
     assert trains == [0, 1]
     assert came == trains if carried == 2 else f"{carried} objects are carried, but 2 by those who train" in came
+
+
+def test_who_is_taken_for_a_newcomer_though_it_was_in_the_group_is_left_out():
+    """A rank that came too late to the first generation may still stand in the line when the next but one begins."""
+
+    def body(comm):
+        elastic = Elastic(comm)
+        assert elastic.size == 1
+        (name,) = elastic.members
+        old = elastic._board.record()
+        others = board.Record(3, ("other", name), (name,), drawn=(0,), run=old.run, alike=old.alike)
+        elastic._board.swap(board.RECORD, old.text(), others.text())
+        with pytest.raises(LeftOutError, match=name):
+            elastic._regroup(elastic.clock())
+        return True
+
+    assert SimulatedWorld(1).run(body) == [True]

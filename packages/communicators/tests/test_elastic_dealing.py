@@ -6,6 +6,8 @@ import random
 from collections import Counter
 
 import pytest
+import torch
+from communicators import CollectiveError, Dies, Elastic, LinkLost, SimulatedWorld, allreduce
 from communicators.elastic.dealer import Dealer
 from communicators.elastic.dealing import Deal
 from hypothesis import given
@@ -202,3 +204,37 @@ def test_a_global_batch_that_is_larger_than_asked_for_is_said(caplog):
     dealer.regroup((), 3)
     assert len(next(dealer.batches(range(9), 2, 0, 1, list, int))) == 1
     assert "the global batch is 3, one sample for each rank, not batch_size=2" in caplog.text
+
+
+kept: dict[int, list[int]] = {}
+"""Samples by rank whose exchange stands."""
+
+
+def draws(comm, **settings):
+    """Notes what a rank has drawn, a step at a time."""
+    world, drawn = Elastic(comm, at_least=1, timeout=0.2), []
+    kept[comm.rank] = drawn
+    for batch in world.deal(range(54), **{"batch_size": 6, "seed": 0, **settings}):
+        comm.elapse(0.01)
+        world.atomic(lambda: allreduce(torch.ones(1), world))
+        drawn += batch.tolist()
+    return drawn
+
+
+@pytest.mark.parametrize("more", [1.75e-3, 1.8e-3, 1.85e-3])
+def test_what_a_dead_rank_drew_is_dealt_again_also_where_the_next_generation_fails(more):
+    """The link between the survivors is dark for a little longer than they try to connect."""
+    faults = [Dies(0, at=0.055), LinkLost(1, 2, at=0.055, seconds=0.2 + more)]
+    ranks = SimulatedWorld(3, faults=faults).run(draws)
+    assert ranks[0] is None
+    assert sorted(sample for drawn in kept.values() for sample in drawn) == list(range(54))
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"batch_size": 3}])
+def test_ranks_that_begin_together_deal_alike(other):
+    def body(comm):
+        with pytest.raises(CollectiveError, match="54 samples in batches of 6 by seed 0"):
+            draws(comm, **(other if comm.rank == 1 else {}))
+        return True
+
+    assert SimulatedWorld(3).run(body) == [True] * 3

@@ -1,10 +1,16 @@
 """Ranks of an `Elastic` that come through the last commit and close, while a death stops the others in it."""
 
+import inspect
 import logging
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from communicators import Dies, Elastic, SimulatedWorld, allreduce
+from communicators.elastic import __main__ as serving
 
 TIMES = 60
 
@@ -27,3 +33,74 @@ def test_who_closes_after_the_last_commit_has_what_the_others_have(dead, caplog)
         world = SimulatedWorld(5, faults=faults, jitter=2e-5, seed=number)
         ends = [result for result in world.run(lambda comm: steps_of(comm, Elastic(comm), 2)) if result is not None]
         assert all(end == ends[0] for end in ends)
+
+
+def summed(meeting, **settings):
+    """One step in a world that a function makes and drops."""
+    world = Elastic(meeting, **settings)
+    world.atomic(lambda: allreduce(torch.ones(1), world))
+    return world.generation
+
+
+ONE_STEP = f"""
+import gc, sys, torch
+from communicators import Elastic, allreduce
+
+{inspect.getsource(summed)}
+
+print("generation", summed(sys.argv[1], at_least=2, patience=20), flush=True)
+gc.collect()
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def one(*command):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen([sys.executable, *command], **pipes, text=True))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def served(start):
+    server = start("-m", "communicators.elastic", "--port", "0")
+    return server, f"localhost:{re.search('port ([0-9]+)', server.stdout.readline())[1]}"
+
+
+def test_a_training_that_ended_lets_another_one_begin(start):
+    """Also where its world was a variable of a function: the record of ranks that are gone would keep others out."""
+    _, address = served(start)
+    for generation in (1, 3):  # 2 is the end
+        ranks = [start("-c", ONE_STEP, address) for _ in range(2)]
+        for rank in ranks:
+            assert rank.communicate("\n", timeout=60)[0] == f"generation {generation}\n"
+
+
+def test_a_process_ends_without_the_meeting_place(start):
+    server, address = served(start)
+    ranks = [start("-c", ONE_STEP, address) for _ in range(2)]
+    assert [rank.stdout.readline() for rank in ranks] == ["generation 1\n"] * 2
+    server.kill()
+    server.wait()
+    for rank in ranks:
+        rank.communicate("\n", timeout=20)
+        assert rank.returncode == 0
+
+
+def test_the_meeting_place_does_not_wait_long_for_names(monkeypatch):
+    monkeypatch.delenv("RES_OPTIONS", raising=False)
+
+    def store(*_, **__):
+        assert "timeout:1" in os.environ["RES_OPTIONS"]
+        raise RuntimeError("no port")
+
+    monkeypatch.setattr(serving, "TCPStore", store)
+    with pytest.raises(SystemExit):
+        serving.main(["--port", "0"])

@@ -6,6 +6,7 @@ A small server that keeps a few texts. It runs apart from all ranks, so that non
 from __future__ import annotations
 
 import argparse
+import os
 import threading
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m communicators.elastic", description=__doc__)
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0 takes a free one")
     asked = parser.parse_args(argv)
+    # torch asks the DNS for the name of whoever connects, and serves nobody meanwhile: 5 s where no answer comes
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     try:
         store = TCPStore("0.0.0.0", asked.port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:

@@ -26,6 +26,12 @@ class Dealer:
         self._ranks = 0
         self._now: tuple[Deal, int] | None = None  # epoch of the next batch, and the batches drawn before it
 
+    @property
+    def facts(self) -> str:
+        """What all ranks must deal alike, as text."""
+        deal = self._deal
+        return "" if deal is None else f", {deal.numel} samples in batches of {deal.batch_size} by seed {deal.seed}"
+
     def regroup(self, drawn: Sequence[int], ranks: int) -> None:
         """Goes on in a new generation. drawn: batches that each rank of the last one had drawn."""
         if self._deal is not None:

@@ -10,7 +10,6 @@ import logging
 import math
 import random
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -291,6 +290,7 @@ class Membership(Communicator):
 
     def _tell_end(self) -> None:
         """Tells the others that this rank goes; the last one ends the training, so that whoever comes begins anew."""
+        self._board.retire()
         if self._over or self._inner is None:
             self._over = True
             return
@@ -309,7 +309,7 @@ class Membership(Communicator):
             word |= WAITING
         own = torch.tensor([word]).view(torch.uint8)
         blocks = allgather_blocks(own, [own.numel()] * self.size, self.rank, self.size)
-        said = run(blocks, self, facts="commit")
+        said = run(blocks, self, facts=f"commit{self._dealer.facts}")
         self._words = [int(block.clone().view(torch.int64)) for block in said]
         self._taken, self._thread = self._taken + 1, threading.get_ident()
 
@@ -343,7 +343,7 @@ class Membership(Communicator):
     def _note_failure(self, record: Record, error: CollectiveError) -> None:
         """Takes note of a generation that did not come together."""
         logger.warning("generation %d does not come together: %s", record.generation, error)
-        self._record, self._failed = record, True
+        self._record, self._failed, self._words = record, True, [0]
 
     def _agreed(self, began: float, holds: bool, admits: bool) -> Record:
         """Record of the next generation, once there is one."""
@@ -366,8 +366,9 @@ class Membership(Communicator):
                 told = self.clock()
                 logger.warning("%s", self._awaited(number, admits))
             board.pause(self._interval(said, until))
-        if board.name not in record.members:
+        if board.name not in record.settled:  # the others may take one who was slow to come for a newcomer
             self._over = True
+            board.retire()
             if self._inner is not None:
                 self._retire(self._inner)
             raise LeftOutError(
@@ -429,16 +430,16 @@ class Membership(Communicator):
 
     def _connect(self, record: Record) -> None:
         """Connects to the ranks of a generation, and retires the connections of the last one."""
+        self._dealer.regroup(record.drawn, len(record.members))  # the next one follows also where this one fails
         inner = self._board.connect(record, self.timeout)
         inner.timeout = self.timeout
         if self._inner is not None:
             self._retire(self._inner)
         if not self._tells_end:
             self._tells_end = True
-            self._board.at_exit(weakref.WeakMethod(self._tell_end))  # the engine departs
+            self._board.at_exit(self._tell_end)  # the engine departs
         self._record, self._inner, self._words, self._unserved = record, inner, [0], record.joined
         self._names, self._failed = record.members, False
-        self._dealer.regroup(record.drawn, len(record.members))
 
     def _retire(self, inner: Communicator) -> None:
         self._sent[0] += inner.bytes_sent

@@ -109,11 +109,12 @@ class StoreBoard(Board):
         self._open, self._prefix, self.launched = open_store, name, launched
         self._store: Store | None = None
         self.name = ""
-        self._beats, self._met = 0, False
+        self._beats, self._met, self._exits = 0, False, False
         self._known = ""  # the newest record, for a Store that has lost it
         self._watch: threading.Thread | None = None
         self._fresh: tuple[str, ...] = ()
         self._ending = threading.Event()
+        self._close: Callable[[], object] | None = None
 
     def get(self, key: str) -> str:
         def get(store: Store) -> str:
@@ -185,18 +186,23 @@ class StoreBoard(Board):
         with ThreadPoolExecutor(len(names) or 1) as pool:
             return tuple(name for name, reached in zip(names, pool.map(reaches, names), strict=True) if not reached)
 
-    def at_exit(self, close: Callable[[], Any]) -> None:
-        atexit.register(self._end, close)
+    def at_exit(self, close: Callable[[], object]) -> None:
+        self._close = close
+        atexit.register(self._end)
 
-    def _end(self, close: Callable[[], Any]) -> None:
+    def retire(self) -> None:
+        self._close = None
+        self._ending.set()
+
+    def _end(self) -> None:
         """Closes what is still there; a thread amid a call of the Store's would abort the process at its end."""
         self._ending.set()
         if self._watch is not None:
             self._watch.join(STORE_SECONDS)
-        self.patience, self._met = 0.0, False  # nobody waits for a Store that is gone
+        self.patience, self._exits = 0.0, True  # nobody waits for a Store that is gone
         with suppress(TimeoutError):
-            if (living := close()) is not None:
-                living()
+            if self._close is not None:
+                self._close()
 
     def _change_line(self, change: Callable[[list[str]], list[str]]) -> None:
         while True:
@@ -219,7 +225,7 @@ class StoreBoard(Board):
                 self._fresh = tuple(name for name in line if beats.get(name) not in (None, now[name]))
                 beats = now
             except RuntimeError:  # the Store does not answer
-                store = None
+                store, self._fresh = None, ()
 
     def _asked(self, ask: Callable[[Any], T]) -> T:
         """Answer of the Store, for which this rank waits as long as it takes: nobody comes or goes without it."""
@@ -233,7 +239,7 @@ class StoreBoard(Board):
                 return answer
             except RuntimeError as error:
                 self._store, now = None, time.monotonic()
-                if not self._met and now - began > self.patience:
+                if (self._exits or not self._met) and now - began > self.patience:
                     raise TimeoutError(f"{error}; {SERVE}") from error
                 if now - told > SAY_SECONDS:
                     told = now
