@@ -227,8 +227,9 @@ class Membership(Communicator):
         """Has a newcomer leave a generation that has failed, and wait in line anew: later, if it may be the reason."""
         here = self._say_out()
         others = [name for name, said in here.items() if said.failed and name != self._board.name]
-        if self._inner is not None or self._board.unreached(self._record.generation + 1, others):
-            self._failures += 1  # its state came too late, or it does not reach somebody
+        late = self._inner is not None and (self._inner.failure or "").startswith("timed out")
+        if late or (self._inner is None and self._board.unreached(self._record.generation + 1, others)):
+            self._failures += 1  # its state came too late, or it does not reach somebody; another's death is no reason
             if self._failures >= MOST_FAILURES:
                 self._over = True
                 raise CollectiveError(
@@ -435,6 +436,8 @@ class Membership(Communicator):
         inner.timeout = self.timeout
         if self._inner is not None:
             self._retire(self._inner)
+        self._sent[0] -= inner.bytes_sent  # of the same counters, in a simulated world
+        self._sent[1] -= inner.messages_sent
         if not self._tells_end:
             self._tells_end = True
             self._board.at_exit(self._tell_end)  # the engine departs
