@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
-from communicators import CollectiveError, Elastic, LeftOutError, Link, LinkLost, SimulatedWorld, allreduce
+from communicators import CollectiveError, Dies, Elastic, LeftOutError, Link, LinkLost, SimulatedWorld, allreduce
 from communicators.elastic import board
 from communicators.elastic.testing import check_elastic_laws
 
@@ -225,3 +226,63 @@ def test_who_is_taken_for_a_newcomer_though_it_was_in_the_group_is_left_out():
         return True
 
     assert SimulatedWorld(1).run(body) == [True]
+
+
+def test_bytes_are_counted_once_over_all_generations():
+    def body(comm):
+        elastic = Elastic(comm, start_with=3)
+        for _ in range(10):
+            comm.elapse(0.1)
+            elastic.atomic(lambda: allreduce(torch.ones(100), elastic))
+            elastic.boundary(dict)
+        return elastic.generation, elastic.bytes_sent, elastic.messages_sent
+
+    world = SimulatedWorld(3, faults=[Dies(2, at=0.55)])
+    told = world.run(body)[:2]
+    assert told == [(2, world.bytes_sent[rank], world.messages_sent[rank]) for rank in range(2)]
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_newcomer_whose_state_is_under_way_when_another_rank_dies_comes_again_soon(dead):
+    """It is not to blame, and does not wait for as long as the time-out."""
+
+    def body(comm):
+        comm.elapse(0.1 * (comm.rank == 3))
+        elastic = Elastic(comm, start_with=3, timeout=60.0, patience=100.0)
+        held = elastic.take()["held"] if elastic.joining else torch.ones(100_000)
+        sizes = []
+        for _ in range(60):
+            comm.elapse(0.1)
+            elastic.atomic(lambda: allreduce(torch.ones(3), elastic))
+            elastic.boundary(lambda: {"held": held})
+            sizes.append(elastic.size)
+        return sizes
+
+    told = SimulatedWorld(4, Link(1e-5, 1e-5), faults=[Dies(dead, at=1.5)]).run(body)
+    assert all(sizes[-1] == 3 for rank, sizes in enumerate(told) if rank not in (dead, 3))
+
+
+@pytest.mark.parametrize("seconds", [0.22, 0.23, 0.24, 0.25, 0.3, 0.5])
+def test_samples_are_dealt_once_where_a_generation_does_not_come_together(seconds):
+    """A rank dies, and two of those who are left find no connection to each other at once.
+
+    One of them is left out, unless the connection comes back, with the batch that it had in hand.
+    """
+    taken, lost = [], []
+
+    def body(comm):
+        elastic = Elastic(comm, start_with=4, timeout=0.2)
+        for batch in elastic.deal(range(400), batch_size=8, collate_fn=list):
+            comm.elapse(0.05)
+            with suppress(LeftOutError):
+                elastic.atomic(lambda: allreduce(torch.ones(3), elastic))
+                taken.extend(batch)
+                elastic.boundary(dict)
+                continue
+            lost.extend(batch)
+            return
+        elastic.close()
+
+    SimulatedWorld(4, faults=[Dies(3, at=0.52), LinkLost(0, 1, at=0.52, seconds=seconds)]).run(body)
+    assert sorted(taken + lost) == list(range(400))
+    assert len(lost) <= 2
