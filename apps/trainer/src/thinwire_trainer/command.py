@@ -48,12 +48,22 @@ def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
     try:
         if place.launcher is not None:
             raise UsageError(f"python -m {program} runs on one process: start it without {place.launcher}")
-        command: Callable[[App, Sequence[str]], int] = resolve_name(app.commands[name])
-        return command(app, argv)
+        return _function(app.commands[name])(app, argv)
     except (RunError, OSError) as error:
         if place.rank == 0:
             complain(program, told(error))
         return WRONG_USAGE if isinstance(error, UsageError) else 1
+
+
+def _function(name: str) -> Callable[[App, Sequence[str]], int]:
+    """Find the command's function; RunError where there is none."""
+    try:
+        found: Callable[[App, Sequence[str]], int] = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RunError(f"App.commands names {name!r:.100}, which cannot be imported ({error})") from None
+    if not callable(found):
+        raise RunError(f"App.commands names {name!r:.100}, which is a {type(found).__name__}, expected a function")
+    return found
 
 
 def _train(app: App, options: "Options", place: Placement, request: StopRequest) -> None:
