@@ -201,28 +201,6 @@ def test_a_newcomer_agrees_with_all_at_every_boundary(kind, inner):
     check_agreement(results, said)
 
 
-@pytest.mark.parametrize("every", [(1, 3, 1), (4, 1, 2)])
-def test_a_newcomer_costs_no_timeout_where_one_step_launches_several_fragments(every):
-    """Ranks have blocks of their own; all let it in before the same launch."""
-
-    def body(comm):
-        comm.elapse(3.5 * SECONDS if comm.rank == 2 else comm.rank * 1e-9)
-        world, model = Elastic(comm), Model()
-        optimizer = StreamingDiLoCo(SGD(model.parameters()), comm=world, sync_every=every[comm.rank], fragments=3)
-        for step in range(12):
-            comm.elapse(SECONDS)
-            take_step("", model, optimizer, comm.rank, step)
-        optimizer.finish()
-        return model.state_dict(), world.size
-
-    world = SimulatedWorld(3)
-    ends = world.run(body)
-    assert world.elapsed < 1
-    for weights, size in ends:
-        assert size == 3
-        assert all(torch.equal(weights[name], ends[0][0][name]) for name in "abc")
-
-
 @all_kinds
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(dying=st.integers(0, RANKS - 1), late=st.floats(0, 2e-3), generation=st.integers(0, 2))

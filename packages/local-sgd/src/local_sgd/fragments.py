@@ -171,8 +171,6 @@ class ByFragment(Driver):
         fragment = self.fragments[self._turn]
         for earlier in self._under_way() if self.comm.elastic else [fragment] if fragment.due is not None else []:
             self._take(earlier)
-        if not finished:
-            self.owner.admit()  # before the same launch on all ranks, of which some launch several in a step
         self.next_boundary(fragment.averaging)
         weight = 0.0 if fragment.done == 0 else fragment.weight if self._weighted else 1.0
         fragment.averaging.launch([part.gather() for part in fragment.parts], weight, finished=finished)
