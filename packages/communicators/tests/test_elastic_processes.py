@@ -145,3 +145,16 @@ def test_who_comes_to_a_new_server_joins_those_who_train(start):
 
 def test_nobody_at_the_address(start):
     assert start(RANK, "127.0.0.1:1", 1, TIMEOUT, 3, 1).line("TimeoutError .*127.0.0.1:1")
+
+
+def test_who_is_interrupted_in_an_exchange_is_lost_to_the_others_who_go_on(start):
+    _, address = served(start)
+    first, interrupted, late = [rank(start, address) for _ in range(3)]
+    for one in (first, interrupted, late):
+        one.step(3)
+    late.signal(signal.SIGSTOP)
+    time.sleep(0.5)  # the others wait for it in an exchange
+    interrupted.signal(signal.SIGINT)
+    time.sleep(1)
+    late.signal(signal.SIGCONT)
+    agree(first, late, size=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class CollectiveError(RuntimeError):
     """A collective failed, on every rank with the same reason; its communicator is not usable any more.
@@ -42,9 +44,13 @@ def lost(rank: int) -> str:
 
 
 def is_loss(reason: str) -> bool:
-    """Whether a reason is that a rank has died, left or not come in time, so that others could go on without it."""
+    """Whether a reason is that a rank has died, left or not come in time, so that others could go on without it.
+
+    Who is ended from outside, by ctrl-C or by a handler of SIGTERM, leaves: that is no error of what it did.
+    """
     losses = " is gone: its connection", " left (", "transport failed"
-    return reason.startswith("timed out") or any(loss in reason for loss in losses)
+    ended = re.search(r": (KeyboardInterrupt|SystemExit)\b[^:]*$", reason) is not None
+    return reason.startswith("timed out") or ended or any(loss in reason for loss in losses)
 
 
 def describe(error: BaseException) -> str:
