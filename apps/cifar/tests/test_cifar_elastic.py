@@ -34,6 +34,12 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
+def line(process: subprocess.Popen[str], wanted: str) -> re.Match[str]:
+    """Next line that matches: a rank that waits for long for others says so before."""
+    assert process.stdout is not None
+    return next(found for said in process.stdout if (found := re.search(wanted, said)))
+
+
 def until(true: Callable[[], bool]) -> None:
     end = time.monotonic() + SECONDS
     while not true():
@@ -48,7 +54,7 @@ def rows(folder: RunFolder) -> list[dict[str, object]]:
 @pytest.mark.timeout(150)
 def test_rank_0_is_killed_another_one_joins_and_a_resume_has_fewer_ranks(start: Start, tmp_path: Path) -> None:
     server = start("communicators.elastic", "--port", 0)
-    address = f"localhost:{re.search(r'port ([0-9]+)', server.stdout.readline())[1]}"
+    address = f"localhost:{line(server, 'port ([0-9]+)')[1]}"
     flags = "--algorithm gtopk --density 0.1 --dnn mlp --batch-size 48 --lr-schedule constant --at-least 2"
     folder = RunFolder(tmp_path / "run")
 
@@ -57,7 +63,7 @@ def test_rank_0_is_killed_another_one_joins_and_a_resume_has_fewer_ranks(start: 
         return start("thinwire_cifar", *flags.split(), *run)
 
     ranks = [rank(1000) for _ in range(3)]
-    begun = {re.match(r"rank (\d) of \d (begins|joins)", process.stdout.readline())[1]: process for process in ranks}
+    begun = {line(process, r"^rank (\d) of \d (begins|joins)")[1]: process for process in ranks}
     until(lambda: bool(rows(folder)))
     began = time.monotonic()
     begun["0"].send_signal(signal.SIGKILL)
@@ -65,8 +71,8 @@ def test_rank_0_is_killed_another_one_joins_and_a_resume_has_fewer_ranks(start: 
     until(lambda: len(rows(folder)) > epochs + 1)
     went_on = time.monotonic() - began
     ranks.append(rank(1000))
-    assert re.search(r" took over \d+ bytes of state from rank \d in ", ranks[-1].stdout.readline())
-    assert re.match(r"rank 2 of 3 joins in epoch \d+\n", ranks[-1].stdout.readline())
+    line(ranks[-1], r" took over \d+ bytes of state from rank \d in ")
+    line(ranks[-1], r"^rank 2 of 3 joins in epoch \d+\n")
     until(lambda: rows(folder)[-1]["world_size"] == 3)
     for process in ranks:
         process.kill()
@@ -79,7 +85,7 @@ def test_rank_0_is_killed_another_one_joins_and_a_resume_has_fewer_ranks(start: 
     assert found[-1]["test_accuracy"] > 0.9
 
     server = start("communicators.elastic", "--port", 0)
-    address = f"localhost:{re.search(r'port ([0-9]+)', server.stdout.readline())[1]}"
+    address = f"localhost:{line(server, 'port ([0-9]+)')[1]}"
     last = len(found) + 2
     again = [rank(last) for _ in range(2)]
     told = [process.communicate(timeout=SECONDS)[0] for process in again]
