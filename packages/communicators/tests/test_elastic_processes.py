@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 RANK = Path(__file__).with_name("elastic_rank.py")
 SECONDS = 60.0
@@ -158,3 +159,20 @@ def test_who_is_interrupted_in_an_exchange_is_lost_to_the_others_who_go_on(start
     time.sleep(1)
     late.signal(signal.SIGCONT)
     agree(first, late, size=2)
+
+
+def test_who_waits_for_ranks_that_have_all_died_begins_where_the_meeting_place_is_started_anew(start):
+    server, address = served(start)
+    dead = rank(start, address)
+    dead.step(1)
+    dead.signal(signal.SIGKILL)
+    newcomer = rank(start, address)
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), wait_for_workers=False)
+    while store.get("thinwire/line") == b"[]":
+        time.sleep(0.1)
+    time.sleep(1)  # it waits for them
+    server.end()
+    served(start, int(port))
+    newcomer.line(r"entered 1 ")
+    agree(newcomer, size=1)

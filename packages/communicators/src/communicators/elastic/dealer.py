@@ -28,7 +28,7 @@ class Dealer:
 
     @property
     def facts(self) -> str:
-        """What all ranks must deal alike, as text."""
+        """Settings of the dealing that all ranks must share, as text."""
         deal = self._deal
         return "" if deal is None else f", {deal.numel} samples in batches of {deal.batch_size} by seed {deal.seed}"
 

@@ -110,7 +110,7 @@ class StoreBoard(Board):
         self._store: Store | None = None
         self.name = ""
         self._beats, self._met, self._exits = 0, False, False
-        self._known = ""  # the newest record, for a Store that has lost it
+        self._known = ""  # record of this rank's generation, for a Store that has lost it
         self._watch: threading.Thread | None = None
         self._fresh: tuple[str, ...] = ()
         self._ending = threading.Event()
@@ -124,7 +124,7 @@ class StoreBoard(Board):
         if key == RECORD:
             if not text and self._known:  # a new Store in the place of one that died
                 text = self.swap(RECORD, "", self._known)
-            self._known = text
+            self._known = text if self.name in Record.of(text).members else ""
         return text
 
     def swap(self, key: str, expected: str, desired: str) -> str:
@@ -139,9 +139,8 @@ class StoreBoard(Board):
     clock = staticmethod(time.monotonic)
 
     def wait_in_line(self) -> None:
-        if not self.name:
-            self.name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-            self._change_line(lambda line: [*line, self.name])
+        self.name = self.name or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._change_line(lambda line: line if self.name in line else [*line, self.name])  # a new Store has none
         self._beats += 1
         self._asked(lambda store: store.set(f"{BEAT}/{self.name}", str(self._beats)))
 
