@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from communicators import CollectiveError, Dies, Elastic, LeftOutError, Link, LinkLost, SimulatedWorld, allreduce
 from communicators.elastic import board
+from communicators.elastic.store import board_of
 from communicators.elastic.testing import check_elastic_laws
 
 SCHEDULES = 200
@@ -286,3 +287,16 @@ def test_samples_are_dealt_once_where_a_generation_does_not_come_together(second
     SimulatedWorld(4, faults=[Dies(3, at=0.52), LinkLost(0, 1, at=0.52, seconds=seconds)]).run(body)
     assert sorted(taken + lost) == list(range(400))
     assert len(lost) <= 2
+
+
+def test_a_record_gives_way_only_to_who_knows_the_newest():
+    """Of ranks that replace one record at once, one does, and all are told who."""
+
+    def body(comm):
+        own = board_of(comm, "training")
+        comm.elapse(0.01 * comm.rank)
+        told = own.swap(board.RECORD, "", f"by {comm.rank}")
+        comm.elapse(1.0)
+        return told, own.get(board.RECORD), own.swap(board.RECORD, "by nobody", "late")
+
+    assert SimulatedWorld(5).run(body) == [("by 0", "by 0", "by 0")] * 5
