@@ -22,6 +22,11 @@ def test_laws(part):
         check_elastic_laws(seed)
 
 
+@pytest.mark.parametrize("seed", [603, 2297])  # a rank dies while others wait for its word; a newcomer reads no state
+def test_laws_where_once_one_was_broken(seed):
+    check_elastic_laws(seed)
+
+
 def test_laws_among_many():
     check_elastic_laws(1, size=64)
 
@@ -267,9 +272,9 @@ def test_a_newcomer_whose_state_is_under_way_when_another_rank_dies_comes_again_
 def test_samples_are_dealt_once_where_a_generation_does_not_come_together(seconds):
     """A rank dies, and two of those who are left find no connection to each other at once.
 
-    One of them is left out, unless the connection comes back, with the batch that it had in hand.
+    One of them is left out, unless the connection comes back; the batch that it had in hand is dealt again.
     """
-    taken, lost = [], []
+    taken = []
 
     def body(comm):
         elastic = Elastic(comm, start_with=4, timeout=0.2)
@@ -280,13 +285,11 @@ def test_samples_are_dealt_once_where_a_generation_does_not_come_together(second
                 taken.extend(batch)
                 elastic.boundary(dict)
                 continue
-            lost.extend(batch)
             return
         elastic.close()
 
     SimulatedWorld(4, faults=[Dies(3, at=0.52), LinkLost(0, 1, at=0.52, seconds=seconds)]).run(body)
-    assert sorted(taken + lost) == list(range(400))
-    assert len(lost) <= 2
+    assert sorted(taken) == list(range(400))
 
 
 def test_a_record_gives_way_only_to_who_knows_the_newest():

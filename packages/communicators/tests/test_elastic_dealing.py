@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from communicators import CollectiveError, Dies, Elastic, LinkLost, SimulatedWorld, allreduce
 from communicators.elastic.dealer import Dealer
-from communicators.elastic.dealing import Deal
+from communicators.elastic.dealing import Change, Deal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,37 +18,59 @@ from hypothesis import strategies as st
 class Group:
     """Ranks that draw, and what of it is in the model: `kept` by epoch, counted."""
 
-    def __init__(self, deal: Deal) -> None:
-        self.deal, self.kept, self.left_out = deal, Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-        self.drawn, self.committed = [0] * deal.ranks, [0] * deal.ranks
-        self.held: list[list[tuple[int, int]]] = [[] for _ in range(deal.ranks)]
+    def __init__(self, numel: int, batch_size: int, seed: int, ranks: int) -> None:
+        self.numel, self.batch_size, self.seed = numel, batch_size, seed
+        self.kept, self.left_out = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        self.members = [f"{rank}" for rank in range(ranks)]
+        self.born, self.commits = ranks, False
+        self.held: dict[str, list[tuple[int, int]]] = {name: [] for name in self.members}
+        self.dealers = {name: Dealer() for name in self.members}
+        for dealer in self.dealers.values():
+            dealer.regroup(self.members)
+            dealer.begin(numel, batch_size, seed)
+        self.drawn, self.committed = [0] * ranks, [0] * ranks
+
+    @property
+    def deal(self) -> Deal:
+        deals = [dealer.deal for dealer in self.dealers.values()]
+        assert all(deal == deals[0] for deal in deals)
+        assert deals[0] is not None
+        return deals[0]
 
     def draw(self, rank: int) -> None:
         deal, before = self.deal, 0
         while self.drawn[rank] >= before + deal.steps:
             before, deal = before + deal.steps, deal.next_epoch()
-        self.held[rank] += [(deal.epoch, sample) for sample in deal.batch(rank, self.drawn[rank] - before)]
+        batch = deal.batch(rank, self.drawn[rank] - before)
+        self.held[self.members[rank]] += [(deal.epoch, sample) for sample in batch]
         self.drawn[rank] += 1
 
     def commit(self) -> None:
-        self.committed = list(self.drawn)
-        self._keep(range(self.deal.ranks))
+        """What ranks hold is in the model, also what they had drawn in earlier generations."""
+        self.committed, self.commits = list(self.drawn), True
+        for name in self.members:
+            self.kept.update(self.held[name])
+            self.held[name] = []
 
     def regroup(self, dead: set[int], joined: int) -> None:
-        living = [rank for rank in range(self.deal.ranks) if rank not in dead]
-        drawn = [self.committed[rank] if rank in dead else self.drawn[rank] for rank in range(self.deal.ranks)]
-        self._keep(living)
-        last, self.deal = self.deal, self.deal.after(drawn, len(living) + joined)
+        drawn = [self.committed[rank] if rank in dead else self.drawn[rank] for rank in range(len(self.members))]
+        change = Change(tuple(self.members), tuple(drawn), tuple(self.committed))
+        last = self.deal
+        olds = [name for rank, name in enumerate(self.members) if rank not in dead]
+        news = [f"{self.born + number}" for number in range(joined)]
+        self.members, self.born = olds + news, self.born + joined
+        for name in olds:
+            self.dealers[name].regroup(self.members, change, commits=self.commits)
+        for name in news:
+            self.dealers[name] = Dealer()
+            self.dealers[name].regroup(self.members)
+            self.dealers[name].load(self.dealers[olds[0]].state())
+        self.dealers = {name: self.dealers[name] for name in self.members}
+        self.held = {name: self.held.get(name, []) for name in self.members}
+        self.drawn, self.committed, self.commits = [0] * len(self.members), [0] * len(self.members), False
         while last.epoch < self.deal.epoch:
             self.left_out.update((last.epoch, int(sample)) for sample in last.left_out)
             last = last.next_epoch()
-        self.drawn, self.committed = [0] * self.deal.ranks, [0] * self.deal.ranks
-        self.held = [[] for _ in range(self.deal.ranks)]
-
-    def _keep(self, ranks: object) -> None:
-        for rank in ranks:  # type: ignore[attr-defined]
-            self.kept.update(self.held[rank])
-            self.held[rank] = []
 
     def finish(self, epochs: int) -> None:
         """All ranks draw to the end of that epoch."""
@@ -55,7 +78,7 @@ class Group:
         while deal.epoch < epochs:
             self.left_out.update((deal.epoch, int(sample)) for sample in deal.left_out)
             steps, deal = steps + deal.steps, deal.next_epoch()
-        for rank in range(self.deal.ranks):
+        for rank in range(len(self.members)):
             while self.drawn[rank] < steps:
                 self.draw(rank)
         self.commit()
@@ -64,34 +87,37 @@ class Group:
 def schedule(seed: int) -> None:
     """Checks a drawn training of ranks that die, join and leave, to the end of the epoch that it has come to."""
     chance = random.Random(seed)
-    group = Group(Deal(chance.randrange(40, 400), chance.randrange(16, 33), seed % 7, chance.randrange(1, 9)))
+    group = Group(chance.randrange(40, 400), chance.randrange(16, 33), seed % 7, chance.randrange(1, 9))
     in_step = chance.random() < 0.5
     for _ in range(chance.randrange(1, 40)):
-        if in_step:
-            for rank in range(group.deal.ranks):
+        size = len(group.members)
+        if chance.random() < 0.3:
+            pass  # the group changes again before anybody draws
+        elif in_step:
+            for rank in range(size):
                 group.draw(rank)
         else:
-            for _ in range(chance.randrange(1, 3 * group.deal.ranks)):
-                group.draw(chance.randrange(group.deal.ranks))
+            for _ in range(chance.randrange(1, 3 * size)):
+                group.draw(chance.randrange(size))
         if chance.random() < 0.6:
             group.commit()
         if chance.random() < 0.3:
-            dead = set(chance.sample(range(group.deal.ranks), chance.randrange(group.deal.ranks)))
-            group.regroup(
-                dead, chance.randrange(0, 17 - (group.deal.ranks - len(dead))) if chance.random() < 0.5 else 0
-            )
+            dead = set(chance.sample(range(size), chance.randrange(size)))
+            joined = chance.randrange(0, 17 - (size - len(dead))) if chance.random() < 0.5 else 0
+            group.regroup(dead, joined)
     last, steps = group.deal, 0
     while steps < max(group.drawn, default=0):
         steps, last = steps + last.steps, last.next_epoch()
-    group.finish(max(last.epoch, 1))
-    check(group, max(last.epoch, 1))
+    epochs = max(last.epoch, 1, *(epoch + 1 for held in group.held.values() for epoch, _ in held), 1)
+    group.finish(epochs)
+    check(group, epochs)
 
 
 def check(group: Group, epochs: int) -> None:
     dealt = group.kept + group.left_out
     assert all(count == 1 for count in dealt.values()), "a sample was taken twice in an epoch"
     for epoch in range(epochs):
-        missing = set(range(group.deal.numel)) - {sample for one, sample in dealt if one == epoch}
+        missing = set(range(group.numel)) - {sample for one, sample in dealt if one == epoch}
         assert not missing, f"epoch {epoch}: samples {sorted(missing)[:5]} were never taken"
 
 
@@ -144,7 +170,7 @@ def dealt(dealer: Dealer, rank: int, until: int = 1, batch_size: int = 8) -> lis
 def test_a_dealer_deals_an_epoch_and_the_next() -> None:
     dealers = [Dealer(), Dealer()]
     for dealer in dealers:
-        dealer.regroup((), 2)
+        dealer.regroup("ab")
     for until in (1, 2):
         assert sorted(dealt(dealers[0], 0, until) + dealt(dealers[1], 1, until)) == list(range(32))
     assert dealt(dealers[0], 0, 2) == []
@@ -153,10 +179,10 @@ def test_a_dealer_deals_an_epoch_and_the_next() -> None:
 def test_a_dealer_that_begins_after_a_change_agrees_with_one_that_began_before() -> None:
     early, late = Dealer(), Dealer()
     for dealer in (early, late):
-        dealer.regroup((), 2)
+        dealer.regroup("ab")
     first = next(early.batches(range(32), 8, 0, 1, lambda batch: batch, lambda: 0))
     for dealer in (early, late):
-        dealer.regroup((1, 0), 2)
+        dealer.regroup("ab", Change(("a", "b"), (1, 0), (0, 0)))
     assert sorted([*first, *dealt(early, 0), *dealt(late, 1)]) == list(range(32))
 
 
@@ -164,11 +190,11 @@ def test_a_dealer_that_begins_after_a_change_agrees_with_one_that_began_before()
 def test_an_epoch_ends_where_the_group_changes_after_its_last_step(drawn: int) -> None:
     """A loop over an epoch's batches does not slide into the next one."""
     dealer, late = Dealer(), Dealer()
-    dealer.regroup((), 1)
+    dealer.regroup("a")
     batches = dealer.batches(range(32), 8, 0, 1, lambda batch: batch, lambda: 0)
     taken = [sample for _ in range(drawn) for sample in next(batches)]
-    dealer.regroup((drawn,), 2)
-    late.regroup((), 2)
+    dealer.regroup("ab", Change(("a",), (drawn,), (0,)))
+    late.regroup("ab")
     late.load(dealer.state())
     assert sorted([*taken, *(sample for batch in batches for sample in batch), *dealt(late, 1)]) == list(range(32))
     assert (dealer.epochs, late.epochs) == (1, 1)
@@ -177,12 +203,12 @@ def test_an_epoch_ends_where_the_group_changes_after_its_last_step(drawn: int) -
 
 def test_other_data_or_too_few_samples_are_refused() -> None:
     dealer = Dealer()
-    dealer.regroup((), 2)
+    dealer.regroup("ab")
     dealt(dealer, 0)
     with pytest.raises(ValueError, match="deals one data set"):
         dealt(dealer, 0, 2, batch_size=16)
     small = Dealer()
-    small.regroup((), 2)
+    small.regroup("ab")
     with pytest.raises(ValueError, match="lower batch_size"):
         dealt(small, 0, batch_size=64)
 
@@ -193,7 +219,7 @@ def test_other_data_or_too_few_samples_are_refused() -> None:
 )
 def test_what_cannot_be_dealt(dataset, batch_size, said):
     dealer = Dealer()
-    dealer.regroup((), 2)
+    dealer.regroup("ab")
     with pytest.raises((TypeError, ValueError)) as told:
         next(dealer.batches(dataset, batch_size, 0, 1, list, int))
     assert said in f"{told.typename}: {told.value}"
@@ -201,7 +227,7 @@ def test_what_cannot_be_dealt(dataset, batch_size, said):
 
 def test_a_global_batch_that_is_larger_than_asked_for_is_said(caplog):
     dealer = Dealer()
-    dealer.regroup((), 3)
+    dealer.regroup("abc")
     assert len(next(dealer.batches(range(9), 2, 0, 1, list, int))) == 1
     assert "the global batch is 3, one sample for each rank, not batch_size=2" in caplog.text
 
@@ -228,6 +254,32 @@ def test_what_a_dead_rank_drew_is_dealt_again_also_where_the_next_generation_fai
     ranks = SimulatedWorld(3, faults=faults).run(draws)
     assert ranks[0] is None
     assert sorted(sample for drawn in kept.values() for sample in drawn) == list(range(54))
+
+
+def test_a_batch_that_was_in_hand_through_two_deaths_is_dealt_again():
+    """The second rank dies before the first commit of those whom the first one's death has left."""
+    for at in torch.linspace(0.0551, 0.0575, 25).tolist():
+        ranks = SimulatedWorld(4, faults=[Dies(0, at=0.055), Dies(1, at=at)]).run(draws)
+        assert ranks[0] is ranks[1] is None
+        assert sorted(sample for drawn in kept.values() for sample in drawn) == list(range(54)), at
+
+
+def test_a_batch_that_is_drawn_in_another_thread_is_refused():
+    def body(comm):
+        world = Elastic(comm)
+        batches = world.deal(range(8), batch_size=2)
+        next(batches)
+        with ThreadPoolExecutor(1) as pool:
+            with pytest.raises(RuntimeError, match="another thread than that which trains"):
+                pool.submit(next, batches).result()
+            there = pool.submit(world.deal, range(8), batch_size=2).result()
+            pool.submit(next, there).result()
+            world.atomic(lambda: None)
+            with pytest.raises(RuntimeError, match="another thread than that which trains"):
+                pool.submit(next, there).result()
+        return True
+
+    assert SimulatedWorld(1).run(body) == [True]
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"batch_size": 3}])

@@ -28,6 +28,7 @@ class Record:
         joined: Those of them who are new, and have no state yet.
         taken: Atomic exchanges that stand, on every rank.
         drawn: Batches that each rank of the generation before has drawn: a dead one, at its last commit.
+        committed: Those of them that it had drawn by its last commit.
         run: Name of who began the training: of two on one board, as after a Store was lost, ranks know their own.
         alike: Settings of who began it, which all ranks share.
     """
@@ -37,6 +38,7 @@ class Record:
     joined: tuple[str, ...] = ()
     taken: int = 0
     drawn: tuple[int, ...] = ()
+    committed: tuple[int, ...] = ()
     run: str = ""
     alike: str = ""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
-from communicators.elastic.dealing import Deal
+from communicators.elastic.dealing import Change, Deal
 
 logger = logging.getLogger("communicators.elastic")
 
@@ -17,39 +18,77 @@ class Dealer:
     Attributes:
         drawn: Batches drawn in this generation.
         epochs: Epochs that this rank has drawn to their end.
+        deal: Place at the beginning of this generation; None before the first batch.
+        members: Names of the current ranks.
     """
 
     def __init__(self) -> None:
         self.drawn = self.epochs = 0
-        self._deal: Deal | None = None
-        self._missed: list[tuple[Sequence[int], int]] = []  # changes of the group before the first batch
-        self._ranks = 0
+        self.deal: Deal | None = None
+        self.members: tuple[str, ...] = ()
+        self._held: list[tuple[Deal, Change]] = []  # generations since the last commit, and their ends
+        self._missed: list[tuple[Change, tuple[str, ...], bool]] = []  # changes of the group before the first batch
         self._now: tuple[Deal, int] | None = None  # epoch of the next batch, and the batches drawn before it
 
     @property
     def facts(self) -> str:
         """Settings of the dealing that all ranks must share, as text."""
-        deal = self._deal
+        deal = self.deal
         return "" if deal is None else f", {deal.numel} samples in batches of {deal.batch_size} by seed {deal.seed}"
 
-    def regroup(self, drawn: Sequence[int], ranks: int) -> None:
-        """Goes on in a new generation. drawn: batches that each rank of the last one had drawn."""
-        if self._deal is not None:
-            self._deal = self._deal.after(drawn, ranks)
-        elif self._ranks:
-            self._missed.append((tuple(drawn), ranks))
-        self._ranks, self.drawn, self._now = self._ranks or ranks, 0, None
+    def regroup(self, members: Sequence[str], change: Change | None = None, *, commits: bool = False) -> None:
+        """Goes on in a new generation of these members.
+
+        Args:
+            members: Their names.
+            change: End of the last generation, where this rank was in it.
+            commits: Whether the last generation came to a commit.
+        """
+        self.members, self.drawn, self._now = tuple(members), 0, None
+        if change is not None:
+            self._missed.append((change, self.members, commits))
+        if self.deal is not None:
+            self._follow()
 
     def state(self) -> dict[str, Any]:
         """State for a newcomer."""
-        deal = None if self._deal is None else self._deal.state()
-        return {"deal": deal, "missed": self._missed, "ranks": self._ranks}
+        deal = None if self.deal is None else self.deal.state()
+        held = [(then.state(), astuple(change)) for then, change in self._held]
+        missed = [(astuple(change), members, commits) for change, members, commits in self._missed]
+        return {"deal": deal, "held": held, "missed": missed}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over another rank's state, of the same generation."""
-        self._deal = None if state["deal"] is None else Deal(**state["deal"])
-        self._missed, self._ranks = list(state["missed"]), state["ranks"]
-        self.epochs = 0 if self._deal is None else self._deal.epoch
+        self.deal = None if state["deal"] is None else Deal(**state["deal"])
+        self._held = [(Deal(**then), Change(*change)) for then, change in state["held"]]
+        self._missed = [(Change(*change), members, commits) for change, members, commits in state["missed"]]
+        self.epochs = 0 if self.deal is None else self.deal.epoch
+
+    def begin(self, numel: int, batch_size: int, seed: int) -> None:
+        """Begins the dealing, or checks that it goes on as it began; see `Deal`."""
+        if self.deal is None:
+            founders = self._missed[0][0].members if self._missed else self.members
+            self.deal = Deal(numel, batch_size, seed, len(founders))
+            self._follow()
+        theirs, own = (self.deal.numel, self.deal.batch_size, self.deal.seed), (numel, batch_size, seed)
+        if theirs != own:
+            raise ValueError(
+                f"samples, batch_size and seed are {own}, but those of the training are {theirs}: an Elastic deals one "
+                "data set, alike on all ranks; another one, as for validation, goes by a DataLoader"
+            )
+        if not self.deal.step_size <= numel:
+            raise ValueError(f"a step takes {self.deal.step_size} samples, but there are {numel}: lower batch_size")
+
+    def _follow(self) -> None:
+        """Follows the changes of the group."""
+        for change, members, commits in self._missed:
+            assert self.deal is not None
+            held = [] if commits else self._held  # at a commit all that ranks had drawn before came into the model
+            lost = set(change.members) - set(members)
+            back = [sample for then, end in held for sample in end.held(then, lost)]
+            self._held = [*held, (self.deal, change)]
+            self.deal = self.deal.after(change.drawn, len(members), back)
+        self._missed = []
 
     def batches(
         self,
@@ -71,7 +110,7 @@ class Dealer:
             )
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size is {batch_size!r}, expected the samples of all ranks together, 1 or more")
-        self._begin(len(dataset), batch_size, seed)
+        self.begin(len(dataset), batch_size, seed)
         while self.epochs < until:
             deal, before = self._where()
             if deal.epoch > self.epochs:  # the group has changed after the last step of an epoch
@@ -85,25 +124,10 @@ class Dealer:
                 self.drawn += 1
                 yield collate([dataset[sample] for sample in batch])
 
-    def _begin(self, numel: int, batch_size: int, seed: int) -> None:
-        """Begins the dealing, or checks that it goes on as it began."""
-        if self._deal is None:
-            self._deal = Deal(numel, batch_size, seed, self._ranks)
-            for drawn, ranks in self._missed:
-                self._deal = self._deal.after(drawn, ranks)
-        theirs, own = (self._deal.numel, self._deal.batch_size, self._deal.seed), (numel, batch_size, seed)
-        if theirs != own:
-            raise ValueError(
-                f"samples, batch_size and seed are {own}, but those of the training are {theirs}: an Elastic deals one "
-                "data set, alike on all ranks; another one, as for validation, goes by a DataLoader"
-            )
-        if not self._deal.step_size <= numel:
-            raise ValueError(f"a step takes {self._deal.step_size} samples, but there are {numel}: lower batch_size")
-
     def _where(self) -> tuple[Deal, int]:
         if self._now is None:
-            assert self._deal is not None
-            deal, before = self._deal, 0
+            assert self.deal is not None
+            deal, before = self.deal, 0
             while self.drawn > before + deal.steps:
                 deal, before = deal.next_epoch(), before + deal.steps
             self._now = deal, before

@@ -3,17 +3,43 @@
 In a generation of P ranks step j covers the next B of the samples that remain, and rank r takes the r-th of P nearly
 equal blocks of them. When the group changes, what its ranks have drawn is gone, and all else is dealt again among the
 new ones: also what a dead rank has drawn since the last commit, of which nothing is in the model.
+
+Survivors hold on to what they had drawn, and train on it in the next generation. What one of them takes along that dies
+there before the first commit comes back at the change that follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Change:
+    """End of a generation.
+
+    Attributes:
+        members: Names of its ranks.
+        drawn: Batches that each had drawn: a dead one, at its last commit.
+        committed: Those of them that it had drawn by its last commit.
+    """
+
+    members: tuple[str, ...]
+    drawn: tuple[int, ...]
+    committed: tuple[int, ...]
+
+    def held(self, deal: Deal, lost: Collection[str]) -> list[tuple[int, int]]:
+        """Epochs and samples that these ranks had drawn since the last commit.
+
+        deal: Place at the beginning of the generation.
+        """
+        each = enumerate(zip(self.members, self.committed, self.drawn, strict=True))
+        return [one for rank, (name, first, last) in each if name in lost for one in deal.between(rank, first, last)]
 
 
 @dataclass(frozen=True)
@@ -26,8 +52,9 @@ class Deal:
         seed: Seed of the order, which differs from epoch to epoch.
         ranks: P.
         epoch: Number of the epoch, from 0.
-        past: What former generations have drawn: epoch, P, and batches in that epoch by rank. Ranks that are not in
-            step may have drawn of later epochs already.
+        past: What former generations have drawn: epoch, P, batches in that epoch by rank, and samples of it that come
+            back afterwards. P = 0: all that remained. Ranks that are not in step may have drawn of later epochs
+            already.
     """
 
     numel: int
@@ -35,7 +62,7 @@ class Deal:
     seed: int
     ranks: int
     epoch: int = 0
-    past: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    past: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...] = ()
 
     @property
     def step_size(self) -> int:
@@ -47,9 +74,10 @@ class Deal:
         """Samples of the epoch that were not dealt before this generation, in their order."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         remaining = torch.randperm(self.numel, generator=generator)
-        for epoch, ranks, drawn in self.past:
+        for epoch, ranks, drawn, back in self.past:
             if epoch == self.epoch:
-                remaining = remaining[~_taken(len(remaining), max(self.batch_size, ranks), ranks, drawn)]
+                keeps = ~_taken(len(remaining), max(self.batch_size, ranks), ranks, drawn) if ranks else slice(0)
+                remaining = torch.cat([remaining[keeps], torch.tensor(back, dtype=torch.int64)])
         return remaining
 
     @property
@@ -72,22 +100,35 @@ class Deal:
         """Beginning of the next epoch, among the same ranks."""
         return replace(self, epoch=self.epoch + 1, past=tuple(one for one in self.past if one[0] > self.epoch))
 
-    def after(self, drawn: Sequence[int], ranks: int) -> Deal:
+    def between(self, rank: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Epochs and samples of a rank's batches from one number to another, counted from this place on."""
+        deal, before = self, 0
+        for number in range(last):
+            while number >= before + deal.steps:
+                deal, before = deal.next_epoch(), before + deal.steps
+            if number >= first:
+                yield from ((deal.epoch, sample) for sample in deal.batch(rank, number - before))
+
+    def after(self, drawn: Sequence[int], ranks: int, back: Sequence[tuple[int, int]] = ()) -> Deal:
         """Place of the next generation, of so many ranks: in the first epoch that some rank has not finished.
 
         Args:
             drawn: Batches since the beginning of this generation, also of later epochs, by rank.
             ranks: P of the next generation.
+            back: Epochs and samples that were drawn in earlier generations, and come back.
         """
         past, deal, first, left = list(self.past), self, self, list(drawn)
         while any(left):
             here = [min(count, deal.steps) for count in left]
-            past.append((deal.epoch, self.ranks, tuple(here)))
+            past.append((deal.epoch, self.ranks, tuple(here), ()))
             left = [count - taken for count, taken in zip(left, here, strict=True)]
             finished, deal = min(here) == deal.steps, deal.next_epoch()
             first = deal if finished and first.epoch == deal.epoch - 1 else first
-        kept = tuple(one for one in past if one[0] >= first.epoch)
-        return replace(self, ranks=ranks, epoch=first.epoch, past=kept)
+        begin = min([first.epoch, *(epoch for epoch, _ in back)])
+        for epoch in range(begin, max([first.epoch, *(epoch + 1 for epoch, _ in back)])):
+            again = tuple(sample for one, sample in back if one == epoch)
+            past.append((epoch, 0 if epoch < self.epoch else self.ranks, (0,) * self.ranks, again))
+        return replace(self, ranks=ranks, epoch=begin, past=tuple(one for one in past if one[0] >= begin))
 
     def state(self) -> dict[str, Any]:
         """Plain values, of which `Deal(**state)` makes it again."""

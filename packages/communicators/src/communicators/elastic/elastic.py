@@ -178,8 +178,12 @@ class Elastic(Membership):
         Yields:
             Batches. What a dead rank drew since its last exchange is dealt again; what it drew before, it counts as
             having trained on: draw a batch when it is needed, in the thread that trains.
+
+        Raises:
+            RuntimeError: A batch is drawn in another thread than that which exchanges.
         """
         self._group  # noqa: B018 - enters
+        self._thread = threading.get_ident()
         until = self._dealer.epochs + 1 if epochs is None else epochs
         return self._dealer.batches(dataset, batch_size, seed, until, collate_fn, self._place)
 
@@ -188,8 +192,13 @@ class Elastic(Membership):
         if self._given is not None and len(self._carried) < (given := len(self._given["carried"])):
             self.close()
             raise ValueError(f"{len(self._carried)} objects are carried, but {given} by those who train: carry all")
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                "a batch was drawn in another thread than that which trains: what is drawn ahead counts as used, and "
+                "would come twice or never where ranks come and go; draw each batch when you train on it"
+            )
         owner = None if self._owner is None else self._owner()
-        if owner is not None and self._thread == threading.get_ident():  # who draws ahead in another one lets in none
+        if owner is not None:
             owner.admit()
         return None if self.leaving and self._over else self.rank
 

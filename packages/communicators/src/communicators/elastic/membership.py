@@ -23,6 +23,7 @@ from communicators.communicator import Communicator, Work, check_timeout, run
 from communicators.elastic import transfer
 from communicators.elastic.board import PROBE_SECONDS, RECORD, Board, Record, Said
 from communicators.elastic.dealer import Dealer
+from communicators.elastic.dealing import Change
 from communicators.elastic.store import board_of
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
@@ -128,7 +129,9 @@ class Membership(Communicator):
     def _group(self) -> Communicator:
         if self._over:
             raise CollectiveError(
-                "this Elastic is closed, or was left out of its group: make a new Elastic, and a new optimizer"
+                "this rank has left, as leave() asks: where leaving is True, call neither finish() nor another exchange"
+                if self.leaving
+                else "this Elastic is closed, or was left out of its group: make a new Elastic, and a new optimizer"
             )
         if self._inner is None:
             self._enter()
@@ -372,10 +375,10 @@ class Membership(Communicator):
             board.retire()
             if self._inner is not None:
                 self._retire(self._inner)
+            others = f"of {list(record.members)}" if record.members else "with which the training has ended"
             raise LeftOutError(
-                f"{board.name} was left out of generation {record.generation} of {list(record.members)}: it did not "
-                f"answer for {self.timeout:g} s, or its connections were lost; make a new Elastic and a new optimizer "
-                "to join anew"
+                f"{board.name} was left out of generation {record.generation} {others}: it did not answer for "
+                f"{self.timeout:g} s, or its connections were lost; make a new Elastic and a new optimizer to join anew"
             )
         return record
 
@@ -408,7 +411,8 @@ class Membership(Communicator):
             here[name].drawn if name in goes_on else at_commit
             for name, at_commit in zip(old.members, last.committed, strict=True)
         ]
-        record = Record(number, (*goes_on, *joined), tuple(joined), taken, tuple(drawn), old.run, old.alike)
+        members = *goes_on, *joined
+        record = Record(number, members, tuple(joined), taken, tuple(drawn), last.committed, old.run, old.alike)
         self._board.swap(RECORD, old.text(), record.text())
         return True
 
@@ -431,7 +435,9 @@ class Membership(Communicator):
 
     def _connect(self, record: Record) -> None:
         """Connects to the ranks of a generation, and retires the connections of the last one."""
-        self._dealer.regroup(record.drawn, len(record.members))  # the next one follows also where this one fails
+        last = self._record
+        change = Change(last.members, record.drawn, record.committed) if last.members else None
+        self._dealer.regroup(record.members, change, commits=record.taken > last.taken)  # also where this one fails
         inner = self._board.connect(record, self.timeout)
         inner.timeout = self.timeout
         if self._inner is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from communicators.collectives import allreduce
 from communicators.communicator import Communicator
+from communicators.elastic.board import PROBE_SECONDS
 from communicators.elastic.elastic import Elastic
 from communicators.elastic.membership import WINDOW_SECONDS, LeftOutError
 from communicators.link import Link
@@ -247,7 +248,8 @@ def _check(schedule: Schedule, lives: list[Life]) -> None:
         slowest = max((entry.seconds for entry in life.entries), default=0.0)
         pauses = sum(seconds * 3 for plan in schedule.plans for seconds in plan.pauses.values())
         alone = sum(fault.seconds for fault in dark if fault.peer is None and fault.rank == life.place)
-        bound = schedule.disturbances * (TIMEOUT + WINDOW_SECONDS) + min(pauses, 1.0) + outages + alone
+        probes = 2 * PROBE_SECONDS if dark else 0.0  # a rank may die while others wait whom it reaches
+        bound = schedule.disturbances * (TIMEOUT + WINDOW_SECONDS) + min(pauses, 1.0) + outages + alone + probes
         assert slowest <= bound, f"waiting: rank {life.place} was {slowest:g} s in a step, at most {bound:g}"
     _check_groups(lives)
     totals = _check_totals(lives)

@@ -439,7 +439,7 @@ class EventLoop:
             raise CollectiveError(f"started, but never completed: {outstanding.waits()}")
         unread = ((rank, *address) for rank, inbox in enumerate(self._inboxes) for address in inbox)
         for rank, source, name, _ in unread:
-            if name[0] not in self._poison and name[0] not in self._torn:
+            if all(name[0] not in those for those in (self._poison, self._torn, self.groups)):  # who leaves reads none
                 raise CollectiveError(
                     f"rank {source} sent a message to rank {rank} in call {name[1]}, {self._facts[name][1]}, "
                     "which was never received"
