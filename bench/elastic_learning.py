@@ -9,6 +9,7 @@ own help, one epoch, loss of a held-out character in nats. score: mean, least an
 the gradients and residuals that they hold.
 """
 
+import logging
 import math
 import random
 import statistics
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] = ()) -> None:
     parser.add_argument("--seeds", type=int, help="default 2, with --full 5")
     parser.add_argument("--tasks", nargs="+", choices=list(LEARNT), default=list(LEARNT), help="default all")
     options = asked(parser, argv, seeds=(2, 5))
+    logging.getLogger("communicators.elastic").setLevel(logging.ERROR)  # of each death and newcomer, on every rank
     cases = [(task, way, deaths) for task in options.tasks for way in LEARNT[task].rates for deaths in (0, DEATHS)]
     rows, shown = (_row(*case, options.seeds) for case in cases), (*LABELS, "score", "least", "most")
     record(options, rows, labels=LABELS, values=("score",), against="the same without deaths", shown=shown)
