@@ -256,6 +256,12 @@ def test_what_a_dead_rank_drew_is_dealt_again_also_where_the_next_generation_fai
     assert sorted(sample for drawn in kept.values() for sample in drawn) == list(range(54))
 
 
+def test_it_is_said_what_a_dead_rank_had_drawn(caplog):
+    assert SimulatedWorld(3, faults=[Dies(0, at=0.055)]).run(draws)[0] is None
+    assert "(0.1); lost is what it held, its residual (norm unknown)" in caplog.text
+    assert "it had drawn 8 samples in 4 batches by the last commit" in caplog.text  # and one in hand
+
+
 def test_a_batch_that_was_in_hand_through_two_deaths_is_dealt_again():
     """The second rank dies before the first commit of those whom the first one's death has left."""
     for at in torch.linspace(0.0551, 0.0575, 25).tolist():

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from communicators import Dies, Elastic, SimulatedWorld, allreduce
+from communicators import CollectiveError, Dies, Elastic, SimulatedWorld, allreduce
 from communicators.elastic import __main__ as serving
 
 TIMES = 60
@@ -33,6 +33,30 @@ def test_who_closes_after_the_last_commit_has_what_the_others_have(dead, caplog)
         world = SimulatedWorld(5, faults=faults, jitter=2e-5, seed=number)
         ends = [result for result in world.run(lambda comm: steps_of(comm, Elastic(comm), 2)) if result is not None]
         assert all(end == ends[0] for end in ends)
+
+
+def test_who_has_left_or_comes_late_is_told_so():
+    """A rank that leaves, one that goes on, and one that is stopped until the training has ended."""
+
+    def body(comm):
+        world = Elastic(comm, start_with=3, timeout=0.2)
+        world.atomic(lambda: allreduce(torch.ones(1), world))
+        if comm.rank == 0:
+            world.leave()
+        world.atomic(lambda: allreduce(torch.ones(1), world))
+        world.boundary(dict)
+        if comm.rank == 1:
+            world.atomic(lambda: allreduce(torch.ones(1), world))
+            world.close()
+            return None
+        comm.elapse(5.0 * comm.rank)
+        with pytest.raises(CollectiveError) as told:
+            world.atomic(lambda: allreduce(torch.ones(1), world))
+        return str(told.value)
+
+    leaver, _, late = SimulatedWorld(3).run(body)
+    assert leaver.startswith("this rank has left, as leave() asks: where leaving is True, call neither finish() nor")
+    assert "was left out of generation 4 with which the training has ended" in late
 
 
 def summed(meeting, **settings):

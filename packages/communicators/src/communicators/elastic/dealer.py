@@ -36,6 +36,11 @@ class Dealer:
         deal = self.deal
         return "" if deal is None else f", {deal.numel} samples in batches of {deal.batch_size} by seed {deal.seed}"
 
+    def count(self, rank: int, batches: int) -> str:
+        """Number of a rank's batches in this generation, and of the samples in them."""
+        samples = 0 if self.deal is None else sum(1 for _ in self.deal.between(rank, 0, batches))
+        return f"{samples} samples in {batches} batches"
+
     def regroup(self, members: Sequence[str], change: Change | None = None, *, commits: bool = False) -> None:
         """Goes on in a new generation of these members.
 

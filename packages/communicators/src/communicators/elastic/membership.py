@@ -466,8 +466,8 @@ class Membership(Communicator):
                 name,
                 "it had not taken part yet, and nothing of it is lost"
                 if name in self._record.joined and (self._failed or self._words == [0])  # no commit yet
-                else "lost is what it held, its residual and its part of the block since the last exchange; "
-                f"it had drawn {record.drawn[at]} batches by the last commit",
+                else "lost is what it held, its residual (norm unknown) and its part of the block since the last "
+                f"exchange; it had drawn {self._dealer.count(at, record.drawn[at])} by the last commit",
             )
         for name in record.joined:
             logger.warning("generation %d of %d ranks: %s joins", record.generation, len(record.members), name)
