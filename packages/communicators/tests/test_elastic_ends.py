@@ -1,11 +1,14 @@
 """Ranks of an `Elastic` that come through the last commit and close, while a death stops the others in it."""
 
+import gc
 import inspect
 import logging
 import os
 import re
 import subprocess
 import sys
+import time
+import weakref
 
 import pytest
 import torch
@@ -105,6 +108,23 @@ def test_a_training_that_ended_lets_another_one_begin(start):
         ranks = [start("-c", ONE_STEP, address) for _ in range(2)]
         for rank in ranks:
             assert rank.communicate("\n", timeout=60)[0] == f"generation {generation}\n"
+
+
+def test_a_rank_that_has_gone_keeps_no_connection(start):
+    _, address = served(start)
+    boards = []
+    for _ in range(3):
+        world = Elastic(address)
+        world.atomic(lambda world=world: allreduce(torch.ones(1), world))
+        world._board.waiting()  # from now on a thread looks
+        boards.append(weakref.ref(world._board))
+        world.close()
+        del world
+    end = time.monotonic() + 10.0
+    while any(board() for board in boards) and time.monotonic() < end:
+        time.sleep(0.05)
+        gc.collect()
+    assert not any(board() for board in boards)
 
 
 def test_a_process_ends_without_the_meeting_place(start):

@@ -370,6 +370,37 @@ def test_a_work_that_is_over_is_let_go_before_its_waiter_is_idle():
     assert not any(thread.is_alive() for thread in waiters._threads)
 
 
+class Receive:
+    """A receive of gloo's: who waits takes the message, of two the first one; a wait that is in vain closes the pair."""
+
+    def __init__(self):
+        self.news, self.messages, self.waiting, self.closed = threading.Condition(), 0, 0, False
+
+    def wait(self, timeout):
+        with self.news:
+            if self.waiting:  # the message comes when a second one waits, and wakes that one
+                self.messages += 1
+            self.waiting += 1
+            self.news.notify_all()
+            if not self.messages and not self.news.wait_for(lambda: self.closed, timeout.total_seconds()):
+                self.closed = True
+                self.news.notify_all()
+            if self.closed:
+                raise RuntimeError("timed out")
+            self.messages -= 1
+            self.waiting = 0
+
+
+def test_a_wait_that_is_given_up_ends_its_thread_also_where_it_takes_the_message():
+    waiters, work = Waiters(), Receive()
+    wait = waiters.wait_for(work)
+    with work.news:
+        assert work.news.wait_for(lambda: work.waiting, 5.0)
+    wait.give_up()
+    waiters.close(timeout=5.0)
+    assert not any(thread.is_alive() for thread in waiters._threads)
+
+
 def test_a_forked_child_does_not_depart(monkeypatch):
     made = Engine()
     monkeypatch.setattr(os, "getpid", lambda: -1)

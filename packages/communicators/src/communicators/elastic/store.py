@@ -192,6 +192,8 @@ class StoreBoard(Board):
     def retire(self) -> None:
         self._close = None
         self._ending.set()
+        if self._watch is None:
+            atexit.unregister(self._end)
 
     def _end(self) -> None:
         """Closes what is still there; a thread amid a call of the Store's would abort the process at its end."""
@@ -225,6 +227,7 @@ class StoreBoard(Board):
                 beats = now
             except RuntimeError:  # the Store does not answer
                 store, self._fresh = None, ()
+        atexit.unregister(self._end)  # which waits for this thread, and keeps the board's connections
 
     def _asked(self, ask: Callable[[Any], T]) -> T:
         """Answer of the Store, for which this rank waits as long as it takes: nobody comes or goes without it."""

@@ -196,6 +196,7 @@ class Wait:
         if (work := self.work) is not None:
             try:
                 work.wait(GIVE_UP)
+                work.wait(GIVE_UP)  # the first one may have taken the message, for which the other thread waits then
             except Exception as error:
                 self.error = error.with_traceback(None)
 
