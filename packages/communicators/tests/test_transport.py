@@ -371,7 +371,7 @@ def test_a_work_that_is_over_is_let_go_before_its_waiter_is_idle():
 
 
 class Receive:
-    """A receive of gloo's: who waits takes the message, of two the first one; a wait that is in vain closes the pair."""
+    """A receive of gloo: who waits takes the message, of two the first one; a wait that is in vain closes the pair."""
 
     def __init__(self):
         self.news, self.messages, self.waiting, self.closed = threading.Condition(), 0, 0, False
