@@ -1,12 +1,14 @@
 """Laws of elastic groups, checked by drawn schedules of kills, pauses, joins, leaves, lost links and a lost board.
 
-A little training adds vectors of integers into a ledger, one atomic exchange a step, in a simulated world.
-`check_elastic_laws(seed)` runs one schedule, and prints how to run it again where a law is broken.
+`check_elastic_laws(seed)` runs one schedule in a simulated world, and prints how to run it again where a law is broken.
+What ranks do in it is a `Training`, with laws of its own: by default a `Ledger`, into which they add vectors of integers,
+one atomic exchange a step.
 """
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,22 +52,38 @@ class Entry:
     generation: int
     members: tuple[str, ...]
     total: tuple[float, ...]
-    seconds: float
 
 
 @dataclass
 class Life:
-    """Story of a rank under one name, written as it happens."""
+    """Story of a rank under one name, written as it happens.
+
+    Attributes:
+        notes: What a training writes down for its own laws.
+    """
 
     place: int
+    plan: Plan
+    at_least: int
     name: str = ""
     entries: list[Entry] = field(default_factory=list)
     groups: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     ledger: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     step: int = 0
+    seconds: list[float] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
     end: str = ""
     too_few: int = 0
     lagged: bool = False
+
+    def begin_step(self, comm: Communicator, world: Elastic) -> None:
+        """Notes the group, and spends the time of a step, with what the plan has for it."""
+        self.name = world.members[world.rank]
+        self.groups.append((world.generation, world.members))
+        self.too_few += world.size < self.at_least
+        comm.elapse(STEP_SECONDS + self.plan.pauses.get(self.step, 0.0))
+        if self.plan.leaves == self.step:
+            world.leave()
 
     def confirmed(self) -> list[Entry]:
         """Entries on which others rely: all but the last one of a rank that did not come to the end."""
@@ -127,25 +145,39 @@ def _drawn_plan(dice: random.Random, often: float, *, first: bool) -> Plan:
     )
 
 
-def check_elastic_laws(seed: int, size: int | None = None) -> int:
+class Training(ABC):
+    """What every rank does under a schedule."""
+
+    @abstractmethod
+    def train(self, comm: Communicator, world: Elastic, life: Life) -> None:
+        """Trains to the end, and sets `life.end`: "done", or "left". Each step is begun by `life.begin_step`."""
+
+    @abstractmethod
+    def check(self, lives: list[Life]) -> None:
+        """Raises AssertionError where a law of its own does not hold."""
+
+
+def check_elastic_laws(seed: int, size: int | None = None, training: Training | None = None) -> int:
     """Runs the schedule of a seed; AssertionError where a law does not hold. Returns how many generations there were.
 
     Args:
         seed: Draws everything.
         size: Number of ranks besides those who come last; drawn by default.
+        training: What ranks do, default a `Ledger`.
     """
-    schedule = draw_schedule(seed, size)
+    schedule, training = draw_schedule(seed, size), training or Ledger()
     lives: list[Life] = []
     try:
-        _run(schedule, lives)
+        _run(schedule, training, lives)
         _check(schedule, lives)
+        training.check(lives)
     except BaseException:
-        print(f"again: check_elastic_laws({seed}, {size})\n{schedule}", flush=True)
+        print(f"again: check_elastic_laws({seed}, {size}, {training})\n{schedule}", flush=True)
         raise
     return max((generation for life in lives for generation, _ in life.groups), default=0)
 
 
-def _run(schedule: Schedule, lives: list[Life]) -> None:
+def _run(schedule: Schedule, training: Training, lives: list[Life]) -> None:
     size = len(schedule.plans)
     end = [Dies(place, at=LIMIT_SECONDS) for place in range(size)]
     world = SimulatedWorld(
@@ -156,22 +188,22 @@ def _run(schedule: Schedule, lives: list[Life]) -> None:
         jitter=schedule.jitter,
         faults=[*schedule.faults, *end],
     )
-    world.run(lambda comm: _live(comm, schedule, lives))
+    world.run(lambda comm: _live(comm, schedule, training, lives))
 
 
-def _live(comm: Communicator, schedule: Schedule, lives: list[Life]) -> None:
+def _live(comm: Communicator, schedule: Schedule, training: Training, lives: list[Life]) -> None:
     """Lives of one rank, which joins anew whenever it was left out."""
     plan, again = schedule.plans[comm.rank], True
     if plan.begins:
         comm.elapse(plan.begins / schedule.slowdown[comm.rank])
     while again:
-        life = Life(comm.rank)
+        life = Life(comm.rank, plan, schedule.at_least)
         lives.append(life)
         world = Elastic(comm, at_least=schedule.at_least, timeout=TIMEOUT, patience=2 * RESCUE_SECONDS)
         try:
             again = False
             if world.joining or not any(other.end in ("done", "left") for other in lives):
-                _train(comm, world, plan, schedule, life)
+                training.train(comm, world, life)
             else:  # a training of its own, after the others have ended theirs
                 life.end = "not let in: the training was over"
                 world.close()
@@ -182,45 +214,6 @@ def _live(comm: Communicator, schedule: Schedule, lives: list[Life]) -> None:
             life.end, again = f"not let in: {error}", False
         except Exception as error:
             life.end, again = f"failed: {type(error).__name__}: {error}", False
-
-
-def _train(comm: Communicator, world: Elastic, plan: Plan, schedule: Schedule, life: Life) -> None:
-    if world.joining:
-        state = world.take()
-        life.step = state["step"]
-        life.ledger.copy_(state["ledger"])
-    while life.step < STEPS:
-        life.name = world.members[world.rank]
-        life.groups.append((world.generation, world.members))
-        life.too_few += world.size < schedule.at_least
-        comm.elapse(STEP_SECONDS)
-        if pause := plan.pauses.get(life.step):
-            comm.elapse(pause)
-        if plan.leaves == life.step:
-            world.leave()
-        _step(world, life)
-        if life.step < STEPS:
-            world.boundary(lambda: {"step": life.step, "ledger": life.ledger.clone()})
-            if plan.leaves is not None and life.step > plan.leaves:
-                life.end = "left"
-                return
-    life.end = "done"
-    world.close()
-
-
-def _step(world: Elastic, life: Life) -> None:
-    """Adds all ranks' vectors to the ledger, in two exchanges of one atomic whole."""
-    before, began = life.ledger.clone(), world.clock()
-
-    def exchange() -> tuple[int, tuple[str, ...], Tensor]:
-        own = vector(world.members[world.rank], life.step)
-        life.ledger[:3] += (first := allreduce(own[:3], world))
-        life.ledger[3:] += (second := allreduce(own[3:], world))
-        return world.generation, world.members, torch.cat([first, second])
-
-    generation, members, total = world.atomic(exchange, lambda: life.ledger.copy_(before))
-    life.step += 1
-    life.entries.append(Entry(life.step, generation, members, tuple(total.tolist()), world.clock() - began))
 
 
 def vector(name: str, step: int) -> Tensor:
@@ -245,15 +238,15 @@ def _check(schedule: Schedule, lives: list[Life]) -> None:
             assert life.lagged or outages or life.place in cut, (
                 f"patience: rank {life.place} was left out though it was not late"
             )
-        slowest = max((entry.seconds for entry in life.entries), default=0.0)
+        slowest = max(life.seconds, default=0.0)
         pauses = sum(seconds * 3 for plan in schedule.plans for seconds in plan.pauses.values())
         alone = sum(fault.seconds for fault in dark if fault.peer is None and fault.rank == life.place)
         probes = 2 * PROBE_SECONDS if dark else 0.0  # a rank may die while others wait whom it reaches
         bound = schedule.disturbances * (TIMEOUT + WINDOW_SECONDS) + min(pauses, 1.0) + outages + alone + probes
         assert slowest <= bound, f"waiting: rank {life.place} was {slowest:g} s in a step, at most {bound:g}"
     _check_groups(lives)
-    totals = _check_totals(lives)
-    _check_ledgers(lives, totals)
+    over = any(life.end == "done" for life in lives)
+    assert over or all("not let in" in life.end or life.end == "left" or not life.end for life in lives[-1:]), "nobody"
 
 
 def _check_groups(lives: list[Life]) -> None:
@@ -265,6 +258,51 @@ def _check_groups(lives: list[Life]) -> None:
     order = sorted({(entry.number, entry.generation) for life in lives for entry in life.confirmed()})
     generations = [generation for _, generation in order]
     assert generations == sorted(generations), f"split: a generation went on beside a newer one: {order}"
+
+
+class Ledger(Training):
+    """Adds all ranks' vectors into a ledger, in two exchanges of one atomic whole a step."""
+
+    def __repr__(self) -> str:
+        return "None"
+
+    def train(self, comm: Communicator, world: Elastic, life: Life) -> None:
+        if world.joining:
+            state = world.take()
+            life.step = state["step"]
+            life.ledger.copy_(state["ledger"])
+        while life.step < STEPS:
+            life.begin_step(comm, world)
+            _step(world, life)
+            if life.step < STEPS:
+                world.boundary(lambda: {"step": life.step, "ledger": life.ledger.clone()})
+                if world.leaving:
+                    life.end = "left"
+                    return
+        life.end = "done"
+        world.close()
+
+    def check(self, lives: list[Life]) -> None:
+        totals = _check_totals(lives)
+        for life in lives:
+            if life.end == "done":
+                expected = sum((totals[number] for number in range(1, STEPS + 1)), torch.zeros(5, dtype=torch.float64))
+                assert torch.equal(life.ledger, expected), f"agreement: {life} has another ledger than {expected}"
+
+
+def _step(world: Elastic, life: Life) -> None:
+    before, began = life.ledger.clone(), world.clock()
+
+    def exchange() -> tuple[int, tuple[str, ...], Tensor]:
+        own = vector(world.members[world.rank], life.step)
+        life.ledger[:3] += (first := allreduce(own[:3], world))
+        life.ledger[3:] += (second := allreduce(own[3:], world))
+        return world.generation, world.members, torch.cat([first, second])
+
+    generation, members, total = world.atomic(exchange, lambda: life.ledger.copy_(before))
+    life.step += 1
+    life.entries.append(Entry(life.step, generation, members, tuple(total.tolist())))
+    life.seconds.append(world.clock() - began)
 
 
 def _check_totals(lives: list[Life]) -> dict[int, Tensor]:
@@ -280,11 +318,3 @@ def _check_totals(lives: list[Life]) -> dict[int, Tensor]:
         totals[number] = sum((vector(name, number - 1) for name in entry.members), torch.zeros(5, dtype=torch.float64))
         assert tuple(totals[number].tolist()) == entry.total, f"sum: {entry} is not the sum over its members"
     return totals
-
-
-def _check_ledgers(lives: list[Life], totals: dict[int, Tensor]) -> None:
-    done = [life for life in lives if life.end == "done"]
-    for life in done:
-        expected = sum((totals[number] for number in range(1, STEPS + 1)), torch.zeros(5, dtype=torch.float64))
-        assert torch.equal(life.ledger, expected), f"agreement: {life} has another ledger than {expected}"
-    assert done or all("not let in" in life.end or life.end == "left" or not life.end for life in lives[-1:]), "nobody"
