@@ -22,28 +22,27 @@ class Group:
         self.numel, self.batch_size, self.seed = numel, batch_size, seed
         self.kept, self.left_out = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self.members = [f"{rank}" for rank in range(ranks)]
-        self.born, self.commits = ranks, False
+        self.born, self.founders, self.commits = ranks, ranks, False
         self.held: dict[str, list[tuple[int, int]]] = {name: [] for name in self.members}
         self.dealers = {name: Dealer() for name in self.members}
-        for dealer in self.dealers.values():
-            dealer.regroup(self.members)
+        self.counts = dict.fromkeys(self.members, 0)
+        for rank, dealer in enumerate(self.dealers.values()):
+            dealer.regroup(self.members, rank)
             dealer.begin(numel, batch_size, seed)
         self.drawn, self.committed = [0] * ranks, [0] * ranks
 
     @property
     def deal(self) -> Deal:
-        deals = [dealer.deal for dealer in self.dealers.values()]
-        assert all(deal == deals[0] for deal in deals)
-        assert deals[0] is not None
-        return deals[0]
+        deal = self.dealers[self.members[0]].deal
+        assert deal is not None
+        return deal
 
     def draw(self, rank: int) -> None:
-        deal, before = self.deal, 0
-        while self.drawn[rank] >= before + deal.steps:
-            before, deal = before + deal.steps, deal.next_epoch()
-        batch = deal.batch(rank, self.drawn[rank] - before)
-        self.held[self.members[rank]] += [(deal.epoch, sample) for sample in batch]
+        name, number = self.members[rank], self.drawn[rank]
+        ((epoch, batch),) = self.deal.batches(rank, number, number + 1)
+        self.held[name] += [(epoch, sample) for sample in batch]
         self.drawn[rank] += 1
+        self.counts[name] += 1
 
     def commit(self) -> None:
         """What ranks hold is in the model, also what they had drawn in earlier generations."""
@@ -59,15 +58,17 @@ class Group:
         olds = [name for rank, name in enumerate(self.members) if rank not in dead]
         news = [f"{self.born + number}" for number in range(joined)]
         self.members, self.born = olds + news, self.born + joined
-        for name in olds:
-            self.dealers[name].regroup(self.members, change, commits=self.commits)
+        for rank, name in enumerate(olds):
+            self.dealers[name].regroup(self.members, rank, change, commits=self.commits)
         for name in news:
             self.dealers[name] = Dealer()
-            self.dealers[name].regroup(self.members)
+            self.dealers[name].regroup(self.members, self.members.index(name))
             self.dealers[name].load(self.dealers[olds[0]].state())
         self.dealers = {name: self.dealers[name] for name in self.members}
         self.held = {name: self.held.get(name, []) for name in self.members}
+        self.counts |= dict.fromkeys(news, 0)
         self.drawn, self.committed, self.commits = [0] * len(self.members), [0] * len(self.members), False
+        assert all(dealer.deal == self.deal for dealer in self.dealers.values())
         while last.epoch < self.deal.epoch:
             self.left_out.update((last.epoch, int(sample)) for sample in last.left_out)
             last = last.next_epoch()
@@ -79,7 +80,7 @@ class Group:
             self.left_out.update((deal.epoch, int(sample)) for sample in deal.left_out)
             steps, deal = steps + deal.steps, deal.next_epoch()
         for rank in range(len(self.members)):
-            while self.drawn[rank] < steps:
+            while self.drawn[rank] < steps + len(self.deal.owed_to(rank)):
                 self.draw(rank)
         self.commit()
 
@@ -108,9 +109,12 @@ def schedule(seed: int) -> None:
     last, steps = group.deal, 0
     while steps < max(group.drawn, default=0):
         steps, last = steps + last.steps, last.next_epoch()
-    epochs = max(last.epoch, 1, *(epoch + 1 for held in group.held.values() for epoch, _ in held), 1)
+    owed = [epoch + 1 for rank in range(len(group.members)) for epoch, _ in group.deal.owed_to(rank)]
+    epochs = max(last.epoch, 1, *(epoch + 1 for held in group.held.values() for epoch, _ in held), *owed, 1)
     group.finish(epochs)
     check(group, epochs)
+    founders = [group.counts[name] for name in group.members if name in group.counts and int(name) < group.founders]
+    assert len(set(founders)) <= 1, f"ranks came to the end after unlike numbers of batches: {founders}"
 
 
 def check(group: Group, epochs: int) -> None:
@@ -144,14 +148,16 @@ def test_a_step_is_the_global_batch(numel: int, batch_size: int, ranks: int) -> 
 
 def test_a_killed_ranks_uncommitted_draws_come_back_and_committed_ones_do_not() -> None:
     deal = Deal(40, 8, 0, 2)
-    after = deal.after([3, 2], 1)  # rank 1 drew 3, committed 2
+    after = deal.after(Change(("a", "b"), (3, 2), (2, 2)), "a")  # b drew 3, committed 2
     gone = {sample for step in range(3) for sample in deal.batch(0, step)}
     gone |= {sample for step in range(2) for sample in deal.batch(1, step)}
     assert set(after.remaining.tolist()) == set(range(40)) - gone
 
 
 def test_the_state_goes_on_alike() -> None:
-    deal = Deal(100, 10, 3, 4).after([2, 1, 2, 2], 3).after([1, 1, 1], 5)
+    deal = Deal(100, 10, 3, 4).after(Change(tuple("abcd"), (2, 1, 2, 2), (1, 1, 1, 1)), "abc")
+    assert deal.owed_to(1) == tuple(Deal(100, 10, 3, 4).batches(1, 1, 2))
+    deal = deal.after(Change(tuple("abc"), (1, 1, 1), (1, 1, 1)), "abcef")
     other = Deal(**deal.state())
     assert [other.batch(rank, 0) for rank in range(5)] == [deal.batch(rank, 0) for rank in range(5)]
 
@@ -162,55 +168,57 @@ def test_epochs_differ_and_seeds_too() -> None:
     assert len({tuple(one.remaining.tolist()) for one in orders}) == 3
 
 
-def dealt(dealer: Dealer, rank: int, until: int = 1, batch_size: int = 8) -> list[int]:
-    batches = dealer.batches(range(32), batch_size, 0, until, lambda batch: batch, lambda: rank)
+def dealt(dealer: Dealer, until: int = 1, batch_size: int = 8) -> list[int]:
+    batches = dealer.batches(range(32), batch_size, 0, until, lambda batch: batch, lambda: True)
     return [sample for batch in batches for sample in batch]
 
 
 def test_a_dealer_deals_an_epoch_and_the_next() -> None:
     dealers = [Dealer(), Dealer()]
-    for dealer in dealers:
-        dealer.regroup("ab")
+    for rank, dealer in enumerate(dealers):
+        dealer.regroup("ab", rank)
     for until in (1, 2):
-        assert sorted(dealt(dealers[0], 0, until) + dealt(dealers[1], 1, until)) == list(range(32))
-    assert dealt(dealers[0], 0, 2) == []
+        assert sorted(dealt(dealers[0], until) + dealt(dealers[1], until)) == list(range(32))
+    assert dealt(dealers[0], 2) == []
 
 
 def test_a_dealer_that_begins_after_a_change_agrees_with_one_that_began_before() -> None:
     early, late = Dealer(), Dealer()
-    for dealer in (early, late):
-        dealer.regroup("ab")
-    first = next(early.batches(range(32), 8, 0, 1, lambda batch: batch, lambda: 0))
-    for dealer in (early, late):
-        dealer.regroup("ab", Change(("a", "b"), (1, 0), (0, 0)))
-    assert sorted([*first, *dealt(early, 0), *dealt(late, 1)]) == list(range(32))
+    for rank, dealer in enumerate((early, late)):
+        dealer.regroup("ab", rank)
+    first = next(early.batches(range(32), 8, 0, 1, lambda batch: batch, lambda: True))
+    for rank, dealer in enumerate((early, late)):
+        dealer.regroup("ab", rank, Change(("a", "b"), (1, 0), (0, 0)))
+    rest, lates = dealt(early), dealt(late)
+    assert sorted([*first, *rest, *lates]) == list(range(32))
+    assert len(lates) == len(first) + len(rest)  # it draws first what it would have drawn beside the other's
 
 
 @pytest.mark.parametrize("drawn", [2, 3, 4])
 def test_an_epoch_ends_where_the_group_changes_after_its_last_step(drawn: int) -> None:
     """A loop over an epoch's batches does not slide into the next one."""
     dealer, late = Dealer(), Dealer()
-    dealer.regroup("a")
-    batches = dealer.batches(range(32), 8, 0, 1, lambda batch: batch, lambda: 0)
+    dealer.regroup("a", 0)
+    batches = dealer.batches(range(32), 8, 0, 1, lambda batch: batch, lambda: True)
     taken = [sample for _ in range(drawn) for sample in next(batches)]
-    dealer.regroup("ab", Change(("a",), (drawn,), (0,)))
-    late.regroup("ab")
+    dealer.regroup("ab", 0, Change(("a",), (drawn,), (0,)))
+    late.regroup("ab", 1)
     late.load(dealer.state())
-    assert sorted([*taken, *(sample for batch in batches for sample in batch), *dealt(late, 1)]) == list(range(32))
+    assert sorted([*taken, *(sample for batch in batches for sample in batch), *dealt(late)]) == list(range(32))
     assert (dealer.epochs, late.epochs) == (1, 1)
-    assert sorted(dealt(dealer, 0, 2) + dealt(late, 1, 2)) == list(range(32))
+    assert sorted(dealt(dealer, 2) + dealt(late, 2)) == list(range(32))
 
 
 def test_other_data_or_too_few_samples_are_refused() -> None:
     dealer = Dealer()
-    dealer.regroup("ab")
-    dealt(dealer, 0)
+    dealer.regroup("ab", 0)
+    dealt(dealer)
     with pytest.raises(ValueError, match="deals one data set"):
-        dealt(dealer, 0, 2, batch_size=16)
+        dealt(dealer, 2, batch_size=16)
     small = Dealer()
-    small.regroup("ab")
+    small.regroup("ab", 0)
     with pytest.raises(ValueError, match="lower batch_size"):
-        dealt(small, 0, batch_size=64)
+        dealt(small, batch_size=64)
 
 
 @pytest.mark.parametrize(
@@ -219,16 +227,16 @@ def test_other_data_or_too_few_samples_are_refused() -> None:
 )
 def test_what_cannot_be_dealt(dataset, batch_size, said):
     dealer = Dealer()
-    dealer.regroup("ab")
+    dealer.regroup("ab", 0)
     with pytest.raises((TypeError, ValueError)) as told:
-        next(dealer.batches(dataset, batch_size, 0, 1, list, int))
+        next(dealer.batches(dataset, batch_size, 0, 1, list, lambda: True))
     assert said in f"{told.typename}: {told.value}"
 
 
 def test_a_global_batch_that_is_larger_than_asked_for_is_said(caplog):
     dealer = Dealer()
-    dealer.regroup("abc")
-    assert len(next(dealer.batches(range(9), 2, 0, 1, list, int))) == 1
+    dealer.regroup("abc", 0)
+    assert len(next(dealer.batches(range(9), 2, 0, 1, list, lambda: True))) == 1
     assert "the global batch is 3, one sample for each rank, not batch_size=2" in caplog.text
 
 

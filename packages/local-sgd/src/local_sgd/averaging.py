@@ -21,24 +21,30 @@ class Arrived:
 
     weight: sum over all ranks; at 0 no rank gave anything, and there is no mean: `means` is empty.
     unfinished: number of ranks that had not finished when they gave theirs; −1 while the means are under way, and are
-    zeros.
+    zeros. since: facts of that exchange, see `Averaging.agree`.
     """
 
     means: list[Tensor]
     weight: float
     unfinished: int
+    since: str = ""
 
     def state_dict(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Means by parameter, zeros where there are none; weight and count."""
         means = self.means or [torch.zeros_like(part.gather()) for part in parts]
-        return {"means": by_name(parts, means), "weight": self.weight, "unfinished": self.unfinished}
+        return {
+            "means": by_name(parts, means),
+            "weight": self.weight,
+            "unfinished": self.unfinished,
+            "since": self.since,
+        }
 
     @staticmethod
     def of_state(state: Mapping[str, Any], parts: Sequence[Part]) -> Arrived:
         """Means that `state_dict` gave, in vectors again."""
         there = state["weight"] or state["unfinished"] < 0
         means = [part.flat_of(state["means"]) for part in parts] if there else []
-        return Arrived(means, state["weight"], state["unfinished"])
+        return Arrived(means, state["weight"], state["unfinished"], state["since"])
 
 
 class Averaging:
@@ -65,7 +71,7 @@ class Averaging:
         self._arrived: Arrived | None = None
         self._error: Exception | None = None
         self._waited = self._under_way = self._began = 0.0
-        self._since = ""
+        self._since = self._next_since = ""
 
     @staticmethod
     def seconds(averagings: Iterable[Averaging]) -> tuple[float, float]:
@@ -75,21 +81,21 @@ class Averaging:
 
     def agree(self, since: str) -> None:
         """Adds to the facts of the next exchange that it is the first one after `since`."""
-        self._since += since
+        self._next_since += since
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """Exchanges the vectors; returns the means as soon as all ranks have come."""
+        self._since, self._next_since = self._next_since, ""
         self._give(vectors, weight, finished)
         try:
-            arrived = self._take()
+            return self._take()
         finally:
             self._given = []  # nothing is under way afterwards
-        self._since = ""
-        return arrived
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange of the vectors as they are now, of which it takes one copy."""
         with self._keeping_errors():
+            self._since, self._next_since = self._next_since, ""
             self._give(vectors, weight, finished)
             came = self._comm.clock()
             try:
@@ -98,7 +104,6 @@ class Averaging:
                 if not self._comm.elastic:  # there it is launched again when it is taken
                     raise
             self._waited += self._comm.clock() - came  # for a sum that does not run in the background
-            self._since = ""
 
     def arrived(self, *, waits: bool = True) -> Arrived:
         """Waits for the last launch and returns its means, which stay until the next launch.
@@ -106,7 +111,7 @@ class Averaging:
         waits: False: of means that nobody has taken yet it says only that they are under way.
         """
         if self._given and not waits:
-            return Arrived([], 0.0, -1)
+            return Arrived([], 0.0, -1, self._since)
         with self._keeping_errors():
             if self._arrived is None:
                 self._arrived = self._take()
@@ -125,6 +130,7 @@ class Averaging:
         self.wait()
         self._arrived = arrived
         if arrived.unfinished < 0:
+            self._since = arrived.since
             self._give(arrived.means, 0.0, False)
 
     def _give(self, vectors: Sequence[Tensor], weight: float, finished: bool) -> None:

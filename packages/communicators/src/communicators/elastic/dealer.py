@@ -20,10 +20,11 @@ class Dealer:
         epochs: Epochs that this rank has drawn to their end.
         deal: Place at the beginning of this generation; None before the first batch.
         members: Names of the current ranks.
+        rank: Place of this one among them.
     """
 
     def __init__(self) -> None:
-        self.drawn = self.epochs = 0
+        self.drawn = self.epochs = self.rank = 0
         self.deal: Deal | None = None
         self.members: tuple[str, ...] = ()
         self._held: list[tuple[Deal, Change]] = []  # generations since the last commit, and their ends
@@ -38,18 +39,21 @@ class Dealer:
 
     def count(self, rank: int, batches: int) -> str:
         """Number of a rank's batches in this generation, and of the samples in them."""
-        samples = 0 if self.deal is None else sum(1 for _ in self.deal.between(rank, 0, batches))
+        samples = 0 if self.deal is None else sum(len(own) for _, own in self.deal.batches(rank, 0, batches))
         return f"{samples} samples in {batches} batches"
 
-    def regroup(self, members: Sequence[str], change: Change | None = None, *, commits: bool = False) -> None:
+    def regroup(
+        self, members: Sequence[str], rank: int, change: Change | None = None, *, commits: bool = False
+    ) -> None:
         """Goes on in a new generation of these members.
 
         Args:
             members: Their names.
+            rank: Place of this rank among them.
             change: End of the last generation, where this rank was in it.
             commits: Whether the last generation came to a commit.
         """
-        self.members, self.drawn, self._now = tuple(members), 0, None
+        self.members, self.rank, self.drawn, self._now = tuple(members), rank, 0, None
         if change is not None:
             self._missed.append((change, self.members, commits))
         if self.deal is not None:
@@ -90,9 +94,9 @@ class Dealer:
             assert self.deal is not None
             held = [] if commits else self._held  # at a commit all that ranks had drawn before came into the model
             lost = set(change.members) - set(members)
-            back = [sample for then, end in held for sample in end.held(then, lost)]
+            back = [batch for then, end in held for batch in end.held(then, lost)]
             self._held = [*held, (self.deal, change)]
-            self.deal = self.deal.after(change.drawn, len(members), back)
+            self.deal = self.deal.after(change, members, back)
         self._missed = []
 
     def batches(
@@ -102,11 +106,11 @@ class Dealer:
         seed: int,
         until: int,
         collate: Callable[[list[Any]], Any],
-        place: Callable[[], int | None],
+        goes_on: Callable[[], bool],
     ) -> Iterator[Any]:
         """Batches of this rank until so many epochs are over.
 
-        place: gives this rank's place in the group, which it may change before; None ends the batches.
+        goes_on: whether this rank draws another one; it may change the group before.
         """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
@@ -118,21 +122,22 @@ class Dealer:
         self.begin(len(dataset), batch_size, seed)
         while self.epochs < until:
             deal, before = self._where()
-            if deal.epoch > self.epochs:  # the group has changed after the last step of an epoch
-                self.epochs = deal.epoch
-            elif self.drawn - before >= deal.steps:
+            owed = deal.owed_to(self.rank)[self.drawn :]
+            if (epoch := owed[0][0] if owed else deal.epoch) > self.epochs:
+                self.epochs = epoch  # the group has changed after the last step of an epoch
+            elif not owed and self.drawn - before >= deal.steps:
                 self._end_epoch(deal, before)
-            elif (here := place()) is None:
+            elif not goes_on():
                 return
             elif self._now is not None:  # the group is as it was
-                batch = deal.batch(here, self.drawn - before)
+                batch = owed[0][1] if owed else deal.batch(self.rank, self.drawn - before)
                 self.drawn += 1
                 yield collate([dataset[sample] for sample in batch])
 
     def _where(self) -> tuple[Deal, int]:
         if self._now is None:
             assert self.deal is not None
-            deal, before = self.deal, 0
+            deal, before = self.deal, len(self.deal.owed_to(self.rank))
             while self.drawn > before + deal.steps:
                 deal, before = deal.next_epoch(), before + deal.steps
             self._now = deal, before

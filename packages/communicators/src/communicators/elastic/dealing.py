@@ -5,7 +5,8 @@ equal blocks of them. When the group changes, what its ranks have drawn is gone,
 new ones: also what a dead rank has drawn since the last commit, of which nothing is in the model.
 
 Survivors hold on to what they had drawn, and train on it in the next generation. What one of them takes along that dies
-there before the first commit comes back at the change that follows.
+there before the first commit comes back at the change that follows. Who had drawn less than another survivor first draws
+what it would have drawn: so all come to the end of an epoch after equally many steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+Batch = tuple[int, tuple[int, ...]]
+"""Epoch and samples."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,10 @@ class Change:
     drawn: tuple[int, ...]
     committed: tuple[int, ...]
 
-    def held(self, deal: Deal, lost: Collection[str]) -> list[tuple[int, int]]:
-        """Epochs and samples that these ranks had drawn since the last commit.
-
-        deal: Place at the beginning of the generation.
-        """
+    def held(self, deal: Deal, lost: Collection[str]) -> list[Batch]:
+        """Batches that these ranks had drawn since the last commit. deal: place at the beginning of the generation."""
         each = enumerate(zip(self.members, self.committed, self.drawn, strict=True))
-        return [one for rank, (name, first, last) in each if name in lost for one in deal.between(rank, first, last)]
+        return [one for rank, (name, *span) in each if name in lost for one in deal.batches(rank, *span)]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Deal:
         seed: Seed of the order, which differs from epoch to epoch.
         ranks: P.
         epoch: Number of the epoch, from 0.
+        owed: By rank, epoch and samples of batches of former generations that it draws first; () is none.
         past: What former generations have drawn: epoch, P, batches in that epoch by rank, and samples of it that come
             back afterwards. P = 0: all that remained. Ranks that are not in step may have drawn of later epochs
             already.
@@ -62,6 +64,7 @@ class Deal:
     seed: int
     ranks: int
     epoch: int = 0
+    owed: tuple[tuple[Batch, ...], ...] = ()
     past: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...] = ()
 
     @property
@@ -100,24 +103,46 @@ class Deal:
         """Beginning of the next epoch, among the same ranks."""
         return replace(self, epoch=self.epoch + 1, past=tuple(one for one in self.past if one[0] > self.epoch))
 
-    def between(self, rank: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Epochs and samples of a rank's batches from one number to another, counted from this place on."""
-        deal, before = self, 0
-        for number in range(last):
+    def owed_to(self, rank: int) -> tuple[Batch, ...]:
+        """Batches of former generations that a rank draws first."""
+        return self.owed[rank] if self.owed else ()
+
+    def batches(self, rank: int, first: int, last: int) -> Iterator[Batch]:
+        """A rank's batches from one number to another, counted from this place on."""
+        owed = self.owed_to(rank)
+        yield from owed[first:last]
+        deal, before = self, len(owed)
+        for number in range(len(owed), last):
             while number >= before + deal.steps:
                 deal, before = deal.next_epoch(), before + deal.steps
             if number >= first:
-                yield from ((deal.epoch, sample) for sample in deal.batch(rank, number - before))
+                yield deal.epoch, tuple(deal.batch(rank, number - before))
 
-    def after(self, drawn: Sequence[int], ranks: int, back: Sequence[tuple[int, int]] = ()) -> Deal:
-        """Place of the next generation, of so many ranks: in the first epoch that some rank has not finished.
+    def after(self, change: Change, members: Sequence[str], back: Sequence[Batch] = ()) -> Deal:
+        """Place of the next generation.
 
         Args:
-            drawn: Batches since the beginning of this generation, also of later epochs, by rank.
-            ranks: P of the next generation.
-            back: Epochs and samples that were drawn in earlier generations, and come back.
+            change: End of this generation.
+            members: Names of the ranks of the next one.
+            back: Batches that were drawn in earlier generations, and come back.
         """
-        past, deal, first, left = list(self.past), self, self, list(drawn)
+        owed = [self.owed_to(rank) for rank in range(self.ranks)]
+        counts = [max(0, drawn - len(own)) for drawn, own in zip(change.drawn, owed, strict=True)]
+        most = max((count for name, count in zip(change.members, counts, strict=True) if name in members), default=0)
+        owes, lost = dict[str, tuple[Batch, ...]](), list(back)
+        for rank, (name, drawn) in enumerate(zip(change.members, change.drawn, strict=True)):
+            if name in members:
+                behind = len(owed[rank]) + counts[rank], len(owed[rank]) + most
+                owes[name] = *owed[rank][drawn:], *self.batches(rank, *behind)
+                counts[rank] = most
+            else:
+                lost += owed[rank][drawn:]
+        deal = self._after(counts, len(members), lost)
+        return replace(deal, owed=tuple(owes.get(name, ()) for name in members) if any(owes.values()) else ())
+
+    def _after(self, counts: Sequence[int], ranks: int, back: Sequence[Batch]) -> Deal:
+        """Place of the next generation: in the first epoch that some rank has not finished. counts: of new batches."""
+        past, deal, first, left = list(self.past), self, self, list(counts)
         while any(left):
             here = [min(count, deal.steps) for count in left]
             past.append((deal.epoch, self.ranks, tuple(here), ()))
@@ -126,7 +151,7 @@ class Deal:
             first = deal if finished and first.epoch == deal.epoch - 1 else first
         begin = min([first.epoch, *(epoch for epoch, _ in back)])
         for epoch in range(begin, max([first.epoch, *(epoch + 1 for epoch, _ in back)])):
-            again = tuple(sample for one, sample in back if one == epoch)
+            again = tuple(sample for one, samples in back if one == epoch for sample in samples)
             past.append((epoch, 0 if epoch < self.epoch else self.ranks, (0,) * self.ranks, again))
         return replace(self, ranks=ranks, epoch=begin, past=tuple(one for one in past if one[0] >= begin))
 

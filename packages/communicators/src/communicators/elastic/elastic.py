@@ -185,10 +185,10 @@ class Elastic(Membership):
         self._group  # noqa: B018 - enters
         self._thread = threading.get_ident()
         until = self._dealer.epochs + 1 if epochs is None else epochs
-        return self._dealer.batches(dataset, batch_size, seed, until, collate_fn, self._place)
+        return self._dealer.batches(dataset, batch_size, seed, until, collate_fn, self._goes_on)
 
-    def _place(self) -> int | None:
-        """Place of this rank, who draws a batch, once newcomers of the step before are let in; None: it has left."""
+    def _goes_on(self) -> bool:
+        """Whether this rank draws a batch and has not left, once newcomers of the step before are let in."""
         if self._given is not None and len(self._carried) < (given := len(self._given["carried"])):
             self.close()
             raise ValueError(f"{len(self._carried)} objects are carried, but {given} by those who train: carry all")
@@ -200,7 +200,7 @@ class Elastic(Membership):
         owner = None if self._owner is None else self._owner()
         if owner is not None:
             owner.admit()
-        return None if self.leaving and self._over else self.rank
+        return not (self.leaving and self._over)
 
     @property
     def epochs(self) -> int:

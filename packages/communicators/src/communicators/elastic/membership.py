@@ -86,7 +86,7 @@ class Membership(Communicator):
     @property
     def generation(self) -> int:  # type: ignore[override]
         """Number of the current group."""
-        self._group  # noqa: B018 - enters
+        self._last  # noqa: B018 - enters
         return self._record.generation
 
     @property
@@ -103,12 +103,12 @@ class Membership(Communicator):
     @property
     def rank(self) -> int:  # type: ignore[override]
         """Place of this rank among the current ones."""
-        return self._group.rank
+        return self._last.rank
 
     @property
     def size(self) -> int:  # type: ignore[override]
         """Number of the current ranks."""
-        return self._group.size
+        return self._last.size
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -137,6 +137,11 @@ class Membership(Communicator):
             self._enter()
         assert self._inner is not None
         return self._inner
+
+    @property
+    def _last(self) -> Communicator:
+        """Communicator of the current ranks; where this one has gone, of its last ones, which it may still name."""
+        return self._inner if self._over and self._inner is not None else self._group
 
     @property
     def group(self) -> Communicator:
@@ -437,7 +442,8 @@ class Membership(Communicator):
         """Connects to the ranks of a generation, and retires the connections of the last one."""
         last = self._record
         change = Change(last.members, record.drawn, record.committed) if last.members else None
-        self._dealer.regroup(record.members, change, commits=record.taken > last.taken)  # also where this one fails
+        rank, commits = record.members.index(self._board.name), record.taken > last.taken
+        self._dealer.regroup(record.members, rank, change, commits=commits)  # also where this one fails
         inner = self._board.connect(record, self.timeout)
         inner.timeout = self.timeout
         if self._inner is not None:

@@ -1,8 +1,8 @@
 """Laws of elastic groups, checked by drawn schedules of kills, pauses, joins, leaves, lost links and a lost board.
 
 `check_elastic_laws(seed)` runs one schedule in a simulated world, and prints how to run it again where a law is broken.
-What ranks do in it is a `Training`, with laws of its own: by default a `Ledger`, into which they add vectors of integers,
-one atomic exchange a step.
+What ranks do in it is a `Training`, with laws of its own: by default a `Ledger`, into which they add vectors of
+integers, one atomic exchange a step.
 """
 
 from __future__ import annotations
