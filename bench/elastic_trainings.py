@@ -44,9 +44,7 @@ def _gradients(model: nn.Module, world: Elastic, **options: Any) -> Any:
 
 
 def _updates(model: nn.Module, world: Elastic, **options: Any) -> Any:
-    return UpdateOptimizer(
-        ADAM(model.parameters(), betas=(0.0, 0.99)), model.named_parameters(), comm=world, **options
-    )
+    return UpdateOptimizer(ADAM(model.parameters(), betas=(0.0, 0.99)), model.named_parameters(), comm=world, **options)
 
 
 def _periodic(make: Callable[..., Any], model: nn.Module, world: Elastic, **options: Any) -> Any:
@@ -81,6 +79,7 @@ class ByOptimizer(Training):
     """Training by one of `KINDS`."""
 
     name: str
+    timeout = 1.0
 
     def train(self, comm: Communicator, world: Elastic, life: Life) -> None:
         kind, model = KINDS[self.name], nn.Linear(6, 4)
@@ -89,7 +88,7 @@ class ByOptimizer(Training):
         notes = life.notes = {"held": [], "used": [], "bits": {}, "final": None}
         exchanges = _exchanges(optimizer)
         for samples in world.deal(range(SAMPLES), batch_size=BATCH, epochs=EPOCHS, collate_fn=list):
-            life.begin_step(comm, world)
+            life.begin_step(comm, world, amid=bool(notes["held"]))
             notes["held"] += samples
             began = world.clock()
             _take_step(model, optimizer, samples, life.step)
@@ -126,7 +125,7 @@ class ByOptimizer(Training):
         twice = [sample for sample, count in used.items() if count > EPOCHS]
         assert not twice, f"samples: {twice} are in the model too often"
         lacks = sum(max(0, EPOCHS - used[sample] - held[sample]) for sample in range(SAMPLES))
-        assert lacks < EPOCHS * most, f"samples: {lacks} were never taken, more than a step of {most} ranks cannot share"
+        assert lacks < EPOCHS * most, f"samples: {lacks} were never taken, more than {most} ranks cannot share"
 
 
 def _draw(model: nn.Module) -> None:

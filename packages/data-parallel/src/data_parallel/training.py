@@ -143,7 +143,7 @@ class Training:
     def shared_state(self) -> dict[str, Any]:
         """State that a newcomer to an elastic group goes on from: all but this rank's residuals and velocities."""
         kept = {**self.exchange.state_dict(), "residuals": {}, "velocities": {}, "algorithm": self.scheme.name}
-        own = {"skipped": self.skipped, "steps": self.taken, "loaded": self.exchange.loaded}
+        own = {"skipped": self.skipped, "steps": self.taken, "loaded": self.exchange.loaded, "begins": self._begins}
         return {**kept, **own, "selection": self._selection()}
 
     def load_shared(self, state: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ class Training:
                 "that they have now"
             )
         self.load(state)
-        self.exchange.loaded, self._begins = state["loaded"], False
+        self.exchange.loaded, self._begins = state["loaded"], state["begins"]
 
     def _selection(self) -> str:
         """Compressor and number of entries, as text; "" where nothing is selected, or a schedule says how much."""

@@ -133,6 +133,7 @@ class Wrapping(Optimizer):
         if self._comm.joining:
             self._take_over(self._comm.take())
             return
+        self._admits = True  # of at_least ranks some may die in here
         if not broadcast:
             facts = f"{self.what}({settings}, broadcast=False)"
 
@@ -164,7 +165,7 @@ class Wrapping(Optimizer):
             Wrapping.admit(self)
 
     def admit(self) -> bool:
-        """Lets ranks come and go, once after `let_in`; returns whether the group has changed.
+        """Lets ranks come and go, once at the beginning and after `let_in`; returns whether the group has changed.
 
         Called when the next step begins; an `Elastic` calls it before that, when it deals the next batch.
         """

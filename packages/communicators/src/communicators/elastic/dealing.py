@@ -5,7 +5,7 @@ equal blocks of them. When the group changes, what its ranks have drawn is gone,
 new ones: also what a dead rank has drawn since the last commit, of which nothing is in the model.
 
 Survivors hold on to what they had drawn, and train on it in the next generation. What one of them takes along that dies
-there before the first commit comes back at the change that follows. Who had drawn less than another survivor first draws
+there before the first commit comes back at the change that follows. Who had drawn less than another one draws first
 what it would have drawn: so all come to the end of an epoch after equally many steps.
 """
 

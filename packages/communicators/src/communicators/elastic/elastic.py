@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from communicators import errors
 from communicators.communicator import Work
 from communicators.elastic import transfer
-from communicators.elastic.membership import LEAVES, WAITING, Membership
+from communicators.elastic.membership import LEAVES, MOST_FAILURES, WAITING, Membership
 from communicators.errors import CollectiveError
 
 T = TypeVar("T")
@@ -86,12 +86,14 @@ class Elastic(Membership):
 
         Raises:
             LeftOutError: The others have gone on without this rank.
-            CollectiveError: What `exchange` raises, where no rank was lost.
+            CollectiveError: What `exchange` raises, where no rank was lost; or it has failed again and again though all
+                ranks are there.
         """
         if self._inside:
             return exchange()
         self._group  # noqa: B018 - enters
         self._inside, began = True, self.clock()
+        members, failures = self.members, 0
         try:
             while True:
                 held: list[T] = []
@@ -108,6 +110,13 @@ class Elastic(Membership):
                     return held[0]
                 if seal is None:
                     undo()
+                members, failures = self.members, failures + 1 if self.members == members else 0
+                if failures == MOST_FAILURES:
+                    self._tell_end()
+                    raise CollectiveError(
+                        f"{MOST_FAILURES} attempts at one exchange have failed though all {self.size} ranks are there: "
+                        f"where it takes longer than timeout={self.timeout:g} s, give more on all ranks"
+                    )
                 began = self.clock()
         finally:
             self._inside = False

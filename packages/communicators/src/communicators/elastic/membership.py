@@ -40,7 +40,7 @@ WINDOW_SECONDS = 0.5
 LAST_CALL_SECONDS = 10.0
 """Wait of the first generation for ranks that were to come, but have not."""
 MOST_FAILURES = 5
-"""Attempts of a newcomer to join, further and further apart: each may make all others wait."""
+"""Attempts at one exchange; and of a newcomer to join, further and further apart: each may make all others wait."""
 BEAT_SECONDS = 0.05
 """Longest interval between two looks of a newcomer, by which it shows that it is there."""
 SAY_SECONDS = 10.0

@@ -76,11 +76,11 @@ class Life:
     too_few: int = 0
     lagged: bool = False
 
-    def begin_step(self, comm: Communicator, world: Elastic) -> None:
-        """Notes the group, and spends the time of a step, with what the plan has for it."""
+    def begin_step(self, comm: Communicator, world: Elastic, *, amid: bool = False) -> None:
+        """Notes the group, and spends the time of a step, with what the plan has for it. amid: a block of steps."""
         self.name = world.members[world.rank]
         self.groups.append((world.generation, world.members))
-        self.too_few += world.size < self.at_least
+        self.too_few += world.size < self.at_least and not amid
         comm.elapse(STEP_SECONDS + self.plan.pauses.get(self.step, 0.0))
         if self.plan.leaves == self.step:
             world.leave()
@@ -146,7 +146,13 @@ def _drawn_plan(dice: random.Random, often: float, *, first: bool) -> Plan:
 
 
 class Training(ABC):
-    """What every rank does under a schedule."""
+    """What every rank does under a schedule.
+
+    Attributes:
+        timeout: The Elastic's, several times the longest exchange without a fault.
+    """
+
+    timeout: float = TIMEOUT
 
     @abstractmethod
     def train(self, comm: Communicator, world: Elastic, life: Life) -> None:
@@ -169,7 +175,7 @@ def check_elastic_laws(seed: int, size: int | None = None, training: Training | 
     lives: list[Life] = []
     try:
         _run(schedule, training, lives)
-        _check(schedule, lives)
+        _check(schedule, training.timeout, lives)
         training.check(lives)
     except BaseException:
         print(f"again: check_elastic_laws({seed}, {size}, {training})\n{schedule}", flush=True)
@@ -199,7 +205,7 @@ def _live(comm: Communicator, schedule: Schedule, training: Training, lives: lis
     while again:
         life = Life(comm.rank, plan, schedule.at_least)
         lives.append(life)
-        world = Elastic(comm, at_least=schedule.at_least, timeout=TIMEOUT, patience=2 * RESCUE_SECONDS)
+        world = Elastic(comm, at_least=schedule.at_least, timeout=training.timeout, patience=2 * RESCUE_SECONDS)
         try:
             again = False
             if world.joining or not any(other.end in ("done", "left") for other in lives):
@@ -208,7 +214,7 @@ def _live(comm: Communicator, schedule: Schedule, training: Training, lives: lis
                 life.end = "not let in: the training was over"
                 world.close()
         except LeftOutError as error:
-            life.end, life.lagged = f"left out: {error}", any(2 * s >= TIMEOUT for s in plan.pauses.values())
+            life.end, life.lagged = f"left out: {error}", any(2 * s >= training.timeout for s in plan.pauses.values())
             plan, again = Plan(), True  # nothing further happens to it
         except TimeoutError as error:
             life.end, again = f"not let in: {error}", False
@@ -221,7 +227,7 @@ def vector(name: str, step: int) -> Tensor:
     return torch.tensor([random.Random(f"{name} {step} {i}").randrange(1 << 30) for i in range(5)], dtype=torch.float64)
 
 
-def _check(schedule: Schedule, lives: list[Life]) -> None:
+def _check(schedule: Schedule, timeout: float, lives: list[Life]) -> None:
     dead = {fault.rank for fault in schedule.faults if isinstance(fault, Dies)}
     dark = [fault for fault in schedule.faults if isinstance(fault, LinkLost)]
     cut = {place for fault in dark for place in (fault.rank, fault.peer)}
@@ -242,7 +248,7 @@ def _check(schedule: Schedule, lives: list[Life]) -> None:
         pauses = sum(seconds * 3 for plan in schedule.plans for seconds in plan.pauses.values())
         alone = sum(fault.seconds for fault in dark if fault.peer is None and fault.rank == life.place)
         probes = 2 * PROBE_SECONDS if dark else 0.0  # a rank may die while others wait whom it reaches
-        bound = schedule.disturbances * (TIMEOUT + WINDOW_SECONDS) + min(pauses, 1.0) + outages + alone + probes
+        bound = schedule.disturbances * (timeout + WINDOW_SECONDS) + min(pauses, 1.0) + outages + alone + probes
         assert slowest <= bound, f"waiting: rank {life.place} was {slowest:g} s in a step, at most {bound:g}"
     _check_groups(lives)
     over = any(life.end == "done" for life in lives)
