@@ -114,6 +114,11 @@ class Communicator(ABC):
     _timeout = TIMEOUT_SECONDS
 
     @property
+    def first_size(self) -> int:
+        """Number of ranks of the first group that this one was in: the same on all that began together."""
+        return self.size
+
+    @property
     def timeout(self) -> float:
         """Seconds that a call waits for a late rank unless it says otherwise; may be set, alike on all ranks."""
         return self._timeout

@@ -67,7 +67,7 @@ class Averaging:
         self._given: list[Any] = []  # payloads that were launched, and not taken yet
         self._sums: list[Any] = []  # of them, under way in that generation:
         self._generation = 0
-        self.ranks = comm.size
+        self.ranks = comm.first_size
         self._arrived: Arrived | None = None
         self._error: Exception | None = None
         self._waited = self._under_way = self._began = 0.0

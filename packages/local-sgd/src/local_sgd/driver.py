@@ -69,8 +69,8 @@ class Driver(ABC):
 
     parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries; nearest:
     between two exchanges, of which a boundary may have several. averagings: all exchanges, among all ranks. comms: what
-    they go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary. agreed:
-    facts that ranks compared at the beginning.
+    they go over. ranks: number for which the rule is prepared, alike on all of them. drained: all ranks hold the model.
+    loaded: whether a state was loaded since the last boundary. agreed: facts that ranks compared at the beginning.
     """
 
     two_levels = False
@@ -107,7 +107,7 @@ class Driver(ABC):
         self._resets = policy == "reset"
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
         self.loaded, self.agreed = False, ""
-        self._ranks = self.comm.size  # for which the rule is prepared
+        self.ranks = self.comm.first_size
         for part in self.parts:
             x = part.gather()
             part.kept = {name: x.clone() for name in rule.anchors}
@@ -205,7 +205,10 @@ class Driver(ABC):
     def join(self, state: Mapping[str, Any]) -> None:
         """Goes on from the state of another rank of an elastic group; this rank's own block begins now."""
         self.load_state_dict(state)
-        self.loaded = False
+        self.loaded, self.ranks = False, state["ranks"]
+        self.rule.fit(self.ranks)
+        for averaging in self.averagings:
+            averaging.ranks = self.ranks
 
     def averaging_of(self, parts: list[Part], rule: Rule, names: list[str]) -> Averaging:
         """Exchange of these parts, compressed where compression is asked for; begins the rule that is applied to them.
@@ -374,9 +377,9 @@ class Boundaries(Driver):
         arrived = self._averaging.arrived() if overlaps else self._averaging.now(xs, weight, finished=finished)
         refuse_nonfinite(self.parts, arrived.means, self.comm, self.what)
         self._set_rates()
-        if self._ranks != self._averaging.ranks:  # of the means, alike on all ranks, whoever has died since then
-            self._ranks = self._averaging.ranks
-            self.rule.fit(self._ranks)
+        if self.ranks != self._averaging.ranks:  # of the means, alike on all ranks, whoever has died since then
+            self.ranks = self._averaging.ranks
+            self.rule.fit(self.ranks)
         xs = self._moved(self.parts, xs, arrived)
         self.put(xs)
         if arrived.means:

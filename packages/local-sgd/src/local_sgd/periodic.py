@@ -96,7 +96,7 @@ class PeriodicAveraging(Wrapping):
         if rule.needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
             raise ValueError(f"{what} counts in learning rates, but parameter groups {lacking} have no 'lr'")
         self._refuse_elastic(bool(settings.get("native")))
-        rule.fit(self.comm.size)
+        rule.fit(self.comm.first_size)
         policies = {name: settings.get(name, "keep") for name in ("buffers", "inner_state")}
         switches = {name: bool(settings.get(name)) for name in ("weighted", "native")}
         self._said = {**rule.shared(), **policies, **switches, **self._driver.facts()}
@@ -284,7 +284,7 @@ class PeriodicAveraging(Wrapping):
     gathered_state_dict.__doc__ = Wrapping.gathered_state_dict.__doc__
 
     def shared_state(self) -> dict[str, Any]:
-        own = {**self._driver.state_dict(waits=False), "agreed": self._driver.agreed}
+        own = {**self._driver.state_dict(waits=False), "agreed": self._driver.agreed, "ranks": self._driver.ranks}
         return {name: held for name, held in own.items() if name != "residuals"}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:

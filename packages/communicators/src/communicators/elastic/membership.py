@@ -81,6 +81,7 @@ class Membership(Communicator):
         self._thread = 0  # of the last commit
         self._words = [0]  # of all ranks, in the last commit
         self._dealer = Dealer()
+        self._first_size = 0
         self._sent = [0, 0]  # bytes and messages of former generations
 
     @property
@@ -109,6 +110,11 @@ class Membership(Communicator):
     def size(self) -> int:  # type: ignore[override]
         """Number of the current ranks."""
         return self._last.size
+
+    @property
+    def first_size(self) -> int:
+        self._last  # noqa: B018 - enters
+        return self._first_size
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -205,6 +211,7 @@ class Membership(Communicator):
 
     def _come_in(self, record: Record) -> None:
         """Connects to the ranks of a generation that this one is in; a newcomer takes the state that is given to it."""
+        self._first_size = len(record.members)
         self._board.leave_line()
         self._taken, self._joining = record.taken, self._board.name in record.joined
         try:
