@@ -119,6 +119,7 @@ class EagerSGD(Wrapping):
         ]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
         self._like, self._settings, self._round, self._generation = like, rounds, 0, 0
+        self._named: tuple[str, ...] = ()  # members of the rounds' group
         self._elastic = self.comm if isinstance(self.comm, Elastic) else None
         self.enter()
         if self._elastic is None:
@@ -301,8 +302,11 @@ class EagerSGD(Wrapping):
 
     def _together(self, elastic: Elastic, finished: bool) -> int:
         """Number of ranks that have more steps, among the current ones, to whom rounds belong from now on."""
-        more = schedules.allreduce(torch.tensor([int(not finished)]), elastic.rank, elastic.size)
-        unfinished = run(more, elastic, facts="EagerSGD: who has finished")
+        gone = {self._named[rank] for rank in self._rounds.given_up} if self._named else set[str]()
+        more = torch.tensor([int(not finished), int(not gone.isdisjoint(elastic.members))])
+        more = run(schedules.allreduce(more, elastic.rank, elastic.size), elastic, facts="EagerSGD: who has finished")
+        if more[1]:
+            elastic.part(gone)
         if self._generation != elastic.generation:  # and nobody needs the last rounds any more
             self._part()
             quorum = self._settings.get("quorum", "majority")
@@ -310,8 +314,9 @@ class EagerSGD(Wrapping):
             rounds["quorum"] = min(quorum, elastic.size) if isinstance(quorum, int) else quorum
             self._rounds = PartialAllreduce(self._like, elastic.group, **rounds)
             self._rounds.load_state_dict(_between(self._round, elastic.size), joins=True)
-            self._generation = elastic.generation
-        return int(unfinished.item())
+            self._generation, self._named = elastic.generation, elastic.members
+            self._rounds.name = elastic.members[elastic.rank]
+        return int(more[0])
 
     def _opened(self) -> bool:
         """Whether all current ranks have met in the rounds."""

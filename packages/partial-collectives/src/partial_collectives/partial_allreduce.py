@@ -98,6 +98,20 @@ class PartialAllreduce:
         return self._rounds.machine.round
 
     @property
+    def name(self) -> str:
+        """Name of this rank in errors, its number by default; may be set."""
+        return self._rounds.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._rounds.name = name
+
+    @property
+    def given_up(self) -> frozenset[int]:
+        """Ranks that have not answered, without which this one has gone on; they may have gone on without it."""
+        return frozenset(self._rounds.given_up)
+
+    @property
     def complete(self) -> bool:
         """Whether nobody was gone when ranks last met; the same on all ranks that are left."""
         return self._rounds.machine.complete

@@ -34,6 +34,7 @@ class PartialRounds:
     like: 1-D tensors in host memory, where all of this takes place. seconds_of_grace: how long a round waits once its
     quorum is there. results: rounds that were not taken yet; totals are lists of 1-D tensors. began: when this rank
     entered the last rounds, by the communicator's clock. shrinks: whether the others go on where a rank has died.
+    given_up: ranks that have not answered, and were left out. name: of this rank, in errors.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class PartialRounds:
         self._arrivals = Arrivals()
         self._comm, self._facts, self._seconds_of_grace = comm, facts, seconds_of_grace
         self._lock = threading.RLock()
-        self._shrinks, self._left_out = shrinks, ""
+        self._shrinks, self._left_out, self.name = shrinks, "", f"rank {comm.rank}"
+        self.given_up = set[int]()
         self._collective: Attempt | Work[Any] | None = None  # a call of all ranks, unless others go on without some
         self._value: Any = None  # of the last collective that is over
         self._number = 0  # of this rank's collectives, so that what one says is not taken for the next one's word
@@ -106,6 +108,7 @@ class PartialRounds:
         if not (self._shrinks and self._comm.hasty):
             self._signals.fail(why)
             return
+        self.given_up |= set(silent)
         with self._lock:
             for rank in silent:
                 self._do(self.machine.gone(rank))
@@ -179,7 +182,7 @@ class PartialRounds:
             elif isinstance(action, Recover):
                 self._recover()
             elif isinstance(action, LeftOut):
-                self._left_out = f"rank {self._comm.rank} was left out: others have lost the connection to it"
+                self._left_out = f"{self.name} was left out: others have lost the connection to it"
             elif self._graced != action.round:
                 self._graced = action.round
                 self._signals.remind(self._seconds_of_grace(), KINDS * action.round + Kind.GRACE_OVER)

@@ -11,17 +11,19 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import default_collate
 
 from communicators import errors
-from communicators.communicator import Work
+from communicators.communicator import Work, run
 from communicators.elastic import transfer
-from communicators.elastic.membership import LEAVES, MOST_FAILURES, WAITING, Membership
+from communicators.elastic.membership import LEAVES, MOST_FAILURES, WAITING, LeftOutError, Membership, connected
 from communicators.errors import CollectiveError
+from communicators.schedules.dense import allgather, barrier
 
 T = TypeVar("T")
 
@@ -140,6 +142,29 @@ class Elastic(Membership):
             self._regroup(self.clock(), admits=True)
         self.serve(give)
         return self.generation != before
+
+    def part(self, gone: Collection[str]) -> None:
+        """Parts ranks that have gone on without each other; every rank calls it, inside `atomic`.
+
+        Args:
+            gone: Names of ranks without which this one has gone on.
+
+        Raises:
+            LeftOutError: On who lacks most others, of several the last.
+            CollectiveError: On the others, so that they go on without it.
+        """
+        own = torch.tensor([name in gone for name in self.members])
+        views = run(allgather(own, self.rank, self.size), self, facts="who has gone on without whom")
+        unreached = [[name for name, lost in zip(self.members, view, strict=True) if lost] for view in views]
+        name, going_on = self.members[self.rank], connected(dict(zip(self.members, unreached, strict=True)))
+        if name not in going_on:
+            self.close()
+            raise LeftOutError(
+                f"{name} was left out: it and others had lost each other for {self.timeout:g} s, and each went on; "
+                "make a new Elastic and a new optimizer to join anew"
+            )
+        if len(going_on) < self.size:
+            run(barrier(self.rank, self.size), self, facts="ranks part")
 
     def catch_up(self) -> None:
         group = self._group

@@ -408,7 +408,7 @@ class Membership(Communicator):
     def _propose(self, number: int, here: Mapping[str, Said], until: float, admits: bool) -> bool:
         """Ends the announcements for a generation, if nobody is left to wait for; returns whether it tried."""
         old = self._record
-        goes_on = _connected({name: said.unreached or () for name, said in here.items() if not said.out})
+        goes_on = connected({name: said.unreached or () for name, said in here.items() if not said.out})
         late = [name for name in old.members if name not in here and name not in self._gone()]
         if (late and self.clock() < until) or not self._probed(number, here, until):
             return False
@@ -493,7 +493,7 @@ class Membership(Communicator):
         return f"{self._board.name} waits for more ranks: {len(here)} are here, at_least={self._at_least}"
 
 
-def _connected(unreached: Mapping[str, Iterable[str]]) -> list[str]:
+def connected(unreached: Mapping[str, Iterable[str]]) -> list[str]:
     """Those of the ranks who all reach each other, without whoever lacks most connections, of several the last."""
     left = list(unreached)
     while lacks := Counter(name for one in left for other in unreached[one] if other in left for name in (one, other)):

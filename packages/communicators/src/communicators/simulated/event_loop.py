@@ -435,11 +435,18 @@ class EventLoop:
         self._check_left_behind()
 
     def _check_left_behind(self) -> None:
+        def given_up(context: Context) -> bool:
+            """Whether somebody has left this group, or one that it belongs to, and reads nothing there."""
+            groups = any(context[:length] in self.groups for length in range(len(context) + 1))
+            return groups or context in self._poison or context in self._torn
+
         for outstanding in (one for calls in self._outstanding for one in calls.values()):
+            if given_up(outstanding.context):
+                continue
             raise CollectiveError(f"started, but never completed: {outstanding.waits()}")
         unread = ((rank, *address) for rank, inbox in enumerate(self._inboxes) for address in inbox)
         for rank, source, name, _ in unread:
-            if all(name[0] not in those for those in (self._poison, self._torn, self.groups)):  # who leaves reads none
+            if not given_up(name[0]):
                 raise CollectiveError(
                     f"rank {source} sent a message to rank {rank} in call {name[1]}, {self._facts[name][1]}, "
                     "which was never received"

@@ -31,7 +31,8 @@ class SimulatedSignals(Signals):
     """Signals of one simulated rank. comm: a duplicate that carries nothing else.
 
     Between two ranks the first that was sent is the first to come, whatever the jitter. One that is on its way is not
-    sent again. closing: it sends no more. left: it hears nothing more. places: those of its ranks in the world.
+    sent again. closing: it sends no more. left: it hears nothing more. places: those of its ranks in the world. hasty:
+    whether a wait has its time-out; else, where nothing more can happen, a deadlock is reported.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class SimulatedSignals(Signals):
         context: Context,
         on_signal: OnSignal | None,
         places: Sequence[int] | None = None,
+        *,
+        hasty: bool = False,
     ) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
-        self._comm, self._loop, self._context = comm, loop, context
+        self._comm, self._loop, self._context, self._hasty = comm, loop, context, hasty
         self._places = range(comm.size) if places is None else places
         self._place = self._places[comm.rank]
         self._group: SignalGroup = loop.signals.setdefault(context, SignalGroup())
@@ -56,13 +59,17 @@ class SimulatedSignals(Signals):
         self._loop.wish(partial(self._loop.guarded, self._context, self._place, self._hear_early))
 
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
-        """Waits until a condition holds, without a time-out: where nothing more can happen, a deadlock is reported."""
-        del timeout
         self.check()
-        if not over():
-            self._watch = Watch(self._place, self._context, over)
-            self._loop.wait_for(self._watch)
-            self.check()
+        if over():
+            return
+        loop, end = self._loop, self._loop.now + timeout if self._hasty else math.inf
+        if self._hasty:
+            loop.wish(lambda: loop.after(timeout, loop.look_around))
+        self._watch = Watch(self._place, self._context, lambda: over() or loop.now >= end)
+        loop.wait_for(self._watch)
+        self.check()
+        if loop.now >= end and not over():
+            raise TimeoutError(f"not within {timeout:g} s")
 
     def remind(self, seconds: float, value: int) -> None:
         """Sends a signal to this rank itself after `seconds` of virtual time."""

@@ -158,7 +158,7 @@ class SimulatedCommunicator(Communicator):
         if not self.outlives_ranks:
             return super().signals(on_signal)
         made = self.duplicate()
-        return SimulatedSignals(made, self.loop, made.context, on_signal, self._members)
+        return SimulatedSignals(made, self.loop, made.context, on_signal, self._members, hasty=self.hasty)
 
     def split(self, color: int) -> SimulatedCommunicator:
         """A communicator of the ranks that give the same color, in their order, as MPI's Split. Collective."""
