@@ -193,7 +193,7 @@ def check_agreement(results, said):
 def test_a_newcomer_agrees_with_all_at_every_boundary(kind, inner):
     said = {}
     world = SimulatedWorld(RANKS)
-    comes = 3.5 * SECONDS
+    comes = 6.5 * SECONDS
     results = world.run(lambda comm: come_and_train(comm, kind, comes=comes, said=said, inner=inner))
     assert results[0][4] == RANKS
     assert any(len(held) == RANKS for held in said.values())
