@@ -1,10 +1,8 @@
-"""Watch on a running backward, and the call that follows its end."""
+"""End of a running backward: the call that follows it, and a refusal of forward where FSDP has missed it."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,45 +15,6 @@ BROKEN = (
     "an exception has broken off the last backward, and FSDP, which did not see its end, would leave out gradients: "
     "call reset_iter_state() of its root module, or, where torch lacks that, go on from a checkpoint in a new model"
 )
-
-
-class Backward:
-    """The running backward, if any.
-
-    An object that only autograd holds stands for it. Autograd drops that object also when an exception, such as a
-    hook's or ctrl-C, breaks backward off; no callback runs then.
-
-    ended: called when backward has ended.
-    """
-
-    def __init__(self, ended: Callable[[], None]) -> None:
-        at_the_end()  # said now, if there is none
-        self._ended = ended
-        self._now: weakref.ref[partial[None]] | None = None
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether this is inside a backward that has begun."""
-        return self._now is not None and self._now() is not None
-
-    @property
-    def broke_off(self) -> bool:
-        """Whether an exception ended the last one; until `over`."""
-        return self._now is not None and self._now() is None
-
-    def begin(self) -> None:
-        """Begins, inside a backward, to wait for its end."""
-        end = partial(self._has_ended)
-        self._now = weakref.ref(end)
-        at_the_end()(end)
-
-    def over(self) -> None:
-        """Notes that no backward is running."""
-        self._now = None
-
-    def _has_ended(self) -> None:
-        self.over()
-        self._ended()
 
 
 def refuse_after_break(model: nn.Module, shards: Sequence[Shard]) -> None:

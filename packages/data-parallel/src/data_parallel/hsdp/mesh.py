@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from communicators import Communicator, as_communicator
+from communicators import Communicator, allgather, as_communicator
 from torch.distributed.device_mesh import DeviceMesh
 
-from data_parallel.hsdp.outcome import gathered, told
+from data_parallel.hsdp.outcome import told
 from data_parallel.hsdp.shards import Shard
 
 EXPECTED = (
@@ -40,11 +40,12 @@ def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communi
     comm = as_communicator(between)
     inside = as_communicator(shards[0].group.mesh_info.shard_process_group)
     node = _ranks(shards[0])
-    places = _gathered(Place(dist.get_rank(), inside.rank, inside.size), comm)
+    own = torch.tensor([dist.get_rank(), inside.rank, inside.size])
+    places = [Place(*place.tolist()) for place in allgather(own, comm)]
     wrong = _unlike(shards) or _overlap(places, node) or _other_places(places)
     if wrong := told(wrong, inside):
         raise ValueError(f"{wrong}; {EXPECTED}")
-    here = [place.inside for place in _gathered(Place(dist.get_rank(), comm.rank, comm.size), inside)]
+    here = [int(rank) for rank in allgather(torch.tensor([comm.rank]), inside)]
     if len(set(here)) > 1:
         raise ValueError(
             f"the ranks {node} of one node are number {here} of those between nodes, expected the same number for all: "
@@ -79,8 +80,3 @@ def _other_places(places: Sequence[Place]) -> str:
 def _ranks(shard: Shard) -> list[int]:
     """Ranks, of all, that a module is sharded over."""
     return dist.get_process_group_ranks(shard.group.mesh_info.shard_process_group)
-
-
-def _gathered(own: Place, comm: Communicator) -> list[Place]:
-    places = gathered(torch.tensor(own).view(torch.uint8), comm, facts="places of ranks")
-    return [Place(*place.clone().view(torch.int64).tolist()) for place in places]

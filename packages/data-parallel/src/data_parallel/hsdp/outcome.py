@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from communicators import CollectiveError, Communicator, run, schedules
-
-REASON_BYTES = 1024
+from communicators import CollectiveError, Communicator, allgather, run, schedules
 
 
-class Outcome(NamedTuple):
-    """Outcome of a backward. error: that of this rank's exchanges. finite: whether all their results are."""
-
-    error: CollectiveError | None
-    finite: bool
-
-
-def agreed(own: Outcome, inside: Communicator) -> Outcome:
-    """Outcome common to all ranks, with the first error. One message of a byte, more only after an error."""
-    flags = torch.tensor([2 * (own.error is not None) + (not own.finite)], dtype=torch.uint8)
-    found = [int(flag) for flag in gathered(flags, inside, facts="how a backward went")]
+def agreed(error: CollectiveError | None, finite: bool, inside: Communicator) -> tuple[CollectiveError | None, bool]:
+    """First error of any rank, and whether all results are finite. One message of a byte, more only after an error."""
+    flags = torch.tensor([2 * (error is not None) + (not finite)], dtype=torch.uint8)
+    gather = schedules.allgather_blocks(flags, [1] * inside.size, inside.rank, inside.size)
+    found = [int(flag) for flag in run(gather, inside, facts="how a backward went")]
     if not any(flag & 2 for flag in found):
-        return Outcome(None, not any(found))
-    return Outcome(CollectiveError(told(str(own.error or ""), inside)), False)
+        return None, not any(found)
+    return CollectiveError(told(str(error or ""), inside)), False
 
 
 def told(own: str, inside: Communicator) -> str:
-    """Text of the first rank that has any, on all ranks; "" if none has. It is cut at `REASON_BYTES`."""
-    said = own.encode()[:REASON_BYTES]
-    given = torch.frombuffer(bytearray(said.ljust(REASON_BYTES)), dtype=torch.uint8)
-    reasons = gathered(given, inside, facts="why a backward failed")
-    words = (bytes(reason.tolist()).decode(errors="ignore").rstrip() for reason in reasons)
+    """Text of the first rank that has any, on all ranks; "" if none has."""
+    said = torch.tensor(list(own.encode(errors="replace")), dtype=torch.uint8)
+    words = (bytes(each.tolist()).decode() for each in allgather(said, inside))
     return next((word for word in words if word), "")
-
-
-def gathered(own: torch.Tensor, comm: Communicator, *, facts: str) -> list[torch.Tensor]:
-    """Bytes of all ranks, as many of each."""
-    blocks = schedules.allgather_blocks(own, [own.numel()] * comm.size, comm.rank, comm.size)
-    return run(blocks, comm, facts=facts)

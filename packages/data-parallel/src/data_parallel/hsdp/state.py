@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,9 +14,9 @@ from replicas import STATE_KEY, broadcast_parameters, check_named_parameters, ga
 from torch import Tensor, nn
 
 from data_parallel.exchange import Mean, wait_for_all
-from data_parallel.hsdp.backward import Backward, refuse_after_break
+from data_parallel.hsdp.backward import at_the_end, refuse_after_break
 from data_parallel.hsdp.mesh import joined
-from data_parallel.hsdp.outcome import Outcome, agreed
+from data_parallel.hsdp.outcome import agreed
 from data_parallel.hsdp.shards import Shard, shards_of
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
 from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
@@ -61,7 +62,9 @@ class HsdpState:
         checked = Settings.of(sparse_hsdp, settings, nonfinite=nonfinite)
         if checked.is_auto:
             raise ValueError("algorithm='auto' measures replicas of a whole model: name one, such as 'gtopk'")
-        self._backward = Backward(self._end)
+        self._at_the_end = at_the_end()
+        # the running backward: autograd alone holds what it points to, and drops that also where backward breaks off
+        self._backward: weakref.ref[partial[None]] | None = None
         self._shards, self._named = shards_of(model)
         check_named_parameters(list(self._named.items()))
         self._comm, self._inside = joined(self._shards, between)
@@ -162,7 +165,8 @@ class HsdpState:
 
     def _reduced(self, shard: Shard, flat: Tensor) -> None:
         """FSDP's hook: one flat gradient, to be the mean between the nodes once backward has ended."""
-        if not self._backward.goes_on:
+        self._leave_broken()
+        if self._backward is None:
             self._begin()
         bucket, waits = shard.bucket(flat), shard.may_wait(flat)
         numel = self._inside.size * sum(one.numel for one in self._shards)
@@ -175,9 +179,9 @@ class HsdpState:
 
     def _begin(self) -> None:
         """Begins a backward at its first gradient; also a new step, unless gradients exist already."""
-        self._leave_broken()
-        self._error = None
-        self._backward.begin()
+        self._error, end = None, partial(self._end)
+        self._backward = weakref.ref(end)
+        self._at_the_end(end)
         if any(p.grad is not None and bool(part_of(p.grad).any()) for p in self._named.values()):
             return
         try:
@@ -188,17 +192,18 @@ class HsdpState:
 
     def _end(self) -> None:
         """Waits, after backward has ended on every rank, for exchanges under way; all ranks learn the outcome."""
+        self._backward = None
         self._exchange.tally.waiting_since = self._comm.clock()
         pending, self._pending = self._pending, []
         try:
             self._finish(pending)
         except CollectiveError as error:
             self._error = self._error or error
-        outcome = agreed(Outcome(self._error, self._exchange.finite()), self._inside)
-        if outcome.error is not None or not outcome.finite:
+        failure, finite = agreed(self._error, self._exchange.finite(), self._inside)
+        if failure is not None or not finite:
             self._take_back()
-            if outcome.error is not None:
-                raise outcome.error
+            if failure is not None:
+                raise failure
             self._training.skipped += 1
         elif self._training.scheme.selects:
             held = [p for p in self._named.values() if p.grad is not None]
@@ -211,9 +216,9 @@ class HsdpState:
 
     def _leave_broken(self) -> None:
         """Waits for what a backward had begun that an exception broke off, and takes that back."""
-        if not self._backward.broke_off:
+        if self._backward is None or self._backward() is not None:
             return
-        self._backward.over()
+        self._backward = None
         pending, self._pending = self._pending, []
         with suppress(CollectiveError):  # of ranks that did not get so far: the next exchange says so again
             self._finish(pending)
@@ -221,7 +226,7 @@ class HsdpState:
 
     def _refuse_in_backward(self, what: str) -> None:
         self._leave_broken()
-        if self._backward.goes_on:
+        if self._backward is not None:
             raise RuntimeError(f"{what} in backward: call it after step()")
 
     @staticmethod
