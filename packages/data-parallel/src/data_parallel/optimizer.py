@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
-from data_parallel.exchange import Means
+from data_parallel.exchange import Exchange
+from data_parallel.means import Means
 from data_parallel.optimizer_watch import OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, check_count, fixed
 from data_parallel.state_dict import RESHARD, check_groups
-from data_parallel.training import Training
 from data_parallel.uneven import Shadow, group_for_join
 
 INSTEAD = "Wrap it in an UpdateOptimizer, and make gradients inside `with optimizer.ahead():`"
@@ -61,8 +61,8 @@ class ExchangingOptimizer(Wrapping):
         self._sent = dict(reversed(self.trained.items()) if overlap else self.trained.items())
         self._trained, owner = list(self._sent.values()), type(self).__name__
         sent = list(self._sent), list(self.trained.values())
-        self._training = Training(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
-        self._exchange, self._group, self._accumulates = self._training.exchange, comm, False
+        self._exchange = Exchange(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
+        self._group, self._accumulates = comm, False
         self._shadow: Shadow | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -73,17 +73,17 @@ class ExchangingOptimizer(Wrapping):
     def __repr__(self) -> str:
         """Settings, of the wrapped optimizer too."""
         ranks = f"rank {self.comm.rank} of {self.comm.size}"
-        return f"{type(self).__name__}({self._training.said()}, {ranks}, {self.optimizer!r})"
+        return f"{type(self).__name__}({self._exchange.said()}, {ranks}, {self.optimizer!r})"
 
     @property
     def choice(self) -> Choice | None:
         """Choice of "auto", with its reason; None if the algorithm was named."""
-        return self._training.choice
+        return self._exchange.choice
 
     @property
     def compressor(self) -> Compressor:
         """Compressor that selects the entries to send."""
-        compressor: Compressor = self._training.settings.compressor
+        compressor: Compressor = self._exchange.settings.compressor
         return compressor
 
     @property
@@ -94,7 +94,7 @@ class ExchangingOptimizer(Wrapping):
     @property
     def skipped(self) -> int:
         """Number of steps that nonfinite="skip" left out."""
-        return self._training.skipped
+        return self._exchange.skipped
 
     def stats(self) -> Stats:
         """Costs and savings of training on this rank since the optimizer was made; needs no communication.
@@ -108,7 +108,7 @@ class ExchangingOptimizer(Wrapping):
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
         """
-        return self._training.stats()
+        return self._exchange.stats()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes the step of all ranks: exchanges, unless that is done, and moves the parameters.
@@ -135,7 +135,7 @@ class ExchangingOptimizer(Wrapping):
                     loss = closure()
         self._unscale(getattr(self, "grad_scale", None))
         self._take_step()
-        self._training.count_step(self.named)
+        self._exchange.count_step(self.named)
         self.let_in()
         return loss
 
@@ -178,9 +178,8 @@ class ExchangingOptimizer(Wrapping):
             RuntimeError: Amid a step, of which what is under way belongs to neither side.
         """
         self._refuse_mid_step("state_dict()")
-        training = self._training
-        own = training.state(self._sent.items())
-        return self.state_with(own, stepped=training.taken > training.skipped)
+        exchange = self._exchange
+        return self.state_with(exchange.state_dict(self._sent.items()), stepped=exchange.taken > exchange.skipped)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken, with the same bits.
@@ -196,21 +195,21 @@ class ExchangingOptimizer(Wrapping):
             RuntimeError: Gradients are under way.
         """
         self.refuse_to_load()
-        state_dict, own = self._training.own(state_dict, {name: p.shape for name, p in self._sent.items()})
+        state_dict, own = self._exchange.own(state_dict, {name: p.shape for name, p in self._sent.items()})
         wrapped = check_loaded({key: held for key, held in state_dict.items() if key != STATE_KEY}, own.get("wrapped"))
         check_groups(wrapped, self.optimizer)
         self._load(own, wrapped)
         self.optimizer.load_state_dict(wrapped)
 
     def shared_state(self) -> dict[str, Any]:
-        return self._training.shared_state()
+        return self._exchange.shared_state()
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        self._training.load_shared(state)
+        self._exchange.load_shared(state)
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
         """Loads the exchange's part. wrapped: the optimizer's, which is loaded next."""
-        self._training.load(own)
+        self._exchange.load_state_dict(own)
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         """Context of a step's closure, if it has one; refuses a step that cannot be taken."""
@@ -236,9 +235,9 @@ class ExchangingOptimizer(Wrapping):
         self.check_exchange()
 
     def _begin_exchange(self) -> None:
-        self._training.begin_step()
+        self._exchange.begin_step()
         if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
-            self._training.share(self.named, self.optimizer)
+            self._exchange.share(self.named, self.optimizer)
 
     def _refuse_no_sync(self, what: str) -> None:
         if self._accumulates:
@@ -313,7 +312,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         super().__init__(optimizer, named_parameters, comm, checked, sends="gradients", overlap=overlap)
         self._synchronized = False
         self._watch: OptimizerWatch | None = None
-        if self._training.scheme.selects:
+        if self._exchange.scheme.selects:
             self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
             self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
@@ -322,7 +321,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         )
         take_over(optimizer, self._overlap)
         self._means = Means(self._exchange, buckets)
-        self.start_alike(f"{self._training.facts()}, {bucket_bytes=}, {overlap=}")
+        self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}, {overlap=}")
         self.enter()
 
     def synchronize(self) -> None:
@@ -350,7 +349,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         self._means.put(means, gradients)
         self._synchronized = True
         if self._watch is not None:
-            self._watch.note(self._trained, gradients, self._training.taken)
+            self._watch.note(self._trained, gradients, self._exchange.taken)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients like torch.optim.Optimizer.zero_grad, and forgets that `synchronize` was called.
@@ -399,7 +398,7 @@ class DistributedOptimizer(ExchangingOptimizer):
             if self._watch is not None:
                 self._watch.look(self.optimizer)
         else:
-            self._training.skipped += 1
+            self._exchange.skipped += 1
         self._synchronized = False
 
     def _start(self, position: int) -> None:

@@ -22,8 +22,8 @@ from torch.optim import LBFGS, Optimizer
 
 from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by, without_looks
 from data_parallel.backward_order import take_over
-from data_parallel.exchange import Means
 from data_parallel.lookahead import ErrorLookahead
+from data_parallel.means import Means
 from data_parallel.optimizer import ExchangingOptimizer
 from data_parallel.optimizer_watch import too_short
 from data_parallel.rates import ByRates
@@ -102,7 +102,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
         self._open()
-        self.start_alike(f"{self._training.facts()}, {bucket_bytes=}{self._rates.facts}")
+        self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}{self._rates.facts}")
         self.enter()
 
     @property
@@ -161,13 +161,13 @@ class UpdateOptimizer(ExchangingOptimizer):
     def _take_step(self) -> None:
         self._begin_step()
         self._cut_by_rates()
-        where = self._lookahead.for_step(self._training.settings.last_density)
+        where = self._lookahead.for_step(self._exchange.settings.last_density)
         self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
         updates, undo = list[Tensor](), self._as_now()
 
         def start() -> None:
             self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
-            self._step_correction.look(self._trained, self._training.taken)
+            self._step_correction.look(self._trained, self._exchange.taken)
             with where():
                 updates[:] = updates_of(self.optimizer, self._trained)
                 self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
@@ -176,7 +176,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         means = self._means.after(start, undo)
         if not self._means.stands:
             undo()
-            self._training.skipped += 1
+            self._exchange.skipped += 1
             return
         self._means.put(means, updates)
         with torch.no_grad():
@@ -184,7 +184,7 @@ class UpdateOptimizer(ExchangingOptimizer):
 
     def _as_now(self) -> Callable[[], None]:
         """Function that takes back what a step changes before its updates are exchanged, if it may have to."""
-        settings, elastic = self._training.settings, self.comm.elastic
+        settings, elastic = self._exchange.settings, self.comm.elastic
         if settings.nonfinite != "skip" and not elastic:
             return lambda: None
         undo, noise = remembered(self.optimizer), self._step_correction.state_dict()

@@ -13,15 +13,15 @@ from communicators import CollectiveError, Communicator, Stats
 from replicas import STATE_KEY, broadcast_parameters, check_named_parameters, gathered_state, state_of_rank
 from torch import Tensor, nn
 
-from data_parallel.exchange import Mean, wait_for_all
+from data_parallel.exchange import Exchange
 from data_parallel.hsdp.backward import at_the_end, refuse_after_break
 from data_parallel.hsdp.mesh import joined
 from data_parallel.hsdp.outcome import agreed
 from data_parallel.hsdp.shards import Shard, shards_of
+from data_parallel.means import Mean, wait_for_all
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
 from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD
-from data_parallel.training import Training
 
 OWNER = "sparse_hsdp"
 INSTEAD = 'sparse_hsdp exchanges gradients only: take SGD with momentum= here, or algorithm="dense"'
@@ -68,11 +68,10 @@ class HsdpState:
         self._shards, self._named = shards_of(model)
         check_named_parameters(list(self._named.items()))
         self._comm, self._inside = joined(self._shards, between)
-        self._training = Training(checked, self._comm, list(self._named), [], owner=OWNER, withholds=True)
-        self._exchange = self._training.exchange
+        self._exchange = Exchange(checked, self._comm, list(self._named), [], owner=OWNER, withholds=True)
         self._pending: list[tuple[Mean, Tensor]] = []
         self._error: CollectiveError | None = None
-        broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=self._training.facts())
+        broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=self._exchange.facts())
         self._watch = OptimizerWatch(OWNER, INSTEAD, checked)
         self._watch.follow()
         for shard in self._shards:
@@ -88,7 +87,7 @@ class HsdpState:
         """Settings, and where this rank is."""
         nodes, node = self._comm, self._inside
         place = f"node {nodes.rank} of {nodes.size}, rank {node.rank} of {node.size} in it"
-        return f"HsdpState({self._training.said()}, {place})"
+        return f"HsdpState({self._exchange.said()}, {place})"
 
     @property
     def comm(self) -> Communicator:
@@ -98,7 +97,7 @@ class HsdpState:
     @property
     def skipped(self) -> int:
         """Number of steps that nonfinite="skip" left out."""
-        return self._training.skipped
+        return self._exchange.skipped
 
     def stats(self) -> Stats:
         """Costs and savings of training on this rank since the state was made; needs no communication.
@@ -113,7 +112,7 @@ class HsdpState:
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of the residuals of this rank's parts. Takes one pass over them.
         """
-        return self._training.stats()
+        return self._exchange.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, and the algorithm's state. Another one on every rank.
@@ -126,7 +125,7 @@ class HsdpState:
         self._refuse_in_backward("state_dict()")
         self._exchange.commit_or_rollback()
         padded = [(name, torch.empty(shape, device=device)) for name, (shape, device) in self._shapes().items()]
-        return {STATE_KEY: {**self._training.state(padded), "inside": [self._inside.rank, self._inside.size]}}
+        return {STATE_KEY: {**self._exchange.state_dict(padded), "inside": [self._inside.rank, self._inside.size]}}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks in one, for a checkpoint that one rank alone writes; for every rank to call.
@@ -157,11 +156,11 @@ class HsdpState:
         """
         self._refuse_in_backward("load_state_dict()")
         of_place = state_of_rank(state_dict, self._inside.rank, self._inside.size, advice=OTHER_NODES)
-        _, own = self._training.own(of_place, {name: shape for name, (shape, _) in self._shapes().items()})
+        _, own = self._exchange.own(of_place, {name: shape for name, (shape, _) in self._shapes().items()})
         here = [self._inside.rank, self._inside.size]
         if own.get("inside") != here:
             raise ValueError(f"the state is of (rank, ranks) {own.get('inside')} inside a node, but this is {here}")
-        self._training.load(own)
+        self._exchange.load_state_dict(own)
 
     def _reduced(self, shard: Shard, flat: Tensor) -> None:
         """FSDP's hook: one flat gradient, to be the mean between the nodes once backward has ended."""
@@ -185,8 +184,8 @@ class HsdpState:
         if any(p.grad is not None and bool(part_of(p.grad).any()) for p in self._named.values()):
             return
         try:
-            self._training.begin_step()
-            self._training.count_step(self._parts())
+            self._exchange.begin_step()
+            self._exchange.count_step(self._parts())
         except CollectiveError as error:
             self._error = error  # told to all ranks of the node, when they can be asked
 
@@ -204,10 +203,10 @@ class HsdpState:
             self._take_back()
             if failure is not None:
                 raise failure
-            self._training.skipped += 1
-        elif self._training.scheme.selects:
+            self._exchange.skipped += 1
+        elif self._exchange.scheme.selects:
             held = [p for p in self._named.values() if p.grad is not None]
-            self._watch.note(held, [part_of(p.grad) for p in held], self._training.taken)
+            self._watch.note(held, [part_of(p.grad) for p in held], self._exchange.taken)
 
     def _take_back(self) -> None:
         self._exchange.undo()
