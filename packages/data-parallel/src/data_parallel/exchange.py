@@ -84,8 +84,8 @@ class Exchange:
         self._open: list[Lane] = []  # those of this step, as they were first used in it
         self.unclaimed: dict[str, dict[str, Tensor]] = {kind: {} for kind in ERROR_STATE}
         self._states: dict[str, State] = {}  # of the algorithm, loaded, of no lane yet
-        self.totals_finite: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
-        self.dropped_finite: list[Tensor] = []
+        # whether total and dropped are finite, of this step, by bucket, 0-D bool: a GPU is asked at the step's end
+        self.flags: list[tuple[Tensor, Tensor]] = []
         self.selection_seconds = 0.0
         self.tally = Tally(comm.clock)
 
@@ -166,7 +166,7 @@ class Exchange:
         if first in self._lanes and self._lanes[first].bucket == bucket:
             return self._lanes[first]
         for old in [one for one in self._lanes.values() if not set(one.bucket.members).isdisjoint(bucket.members)]:
-            if self.totals_finite:  # a skipped step could not be undone in other buckets
+            if self.flags:  # a skipped step could not be undone in other buckets
                 self.commit_or_rollback()
             for kind, found in self._by_parameter([old]).items():
                 self.unclaimed[kind].update(found)
@@ -178,10 +178,10 @@ class Exchange:
 
     def commit_or_rollback(self) -> bool:
         """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
-        if self.totals_finite and not bool(torch.stack(self.totals_finite).all()):
+        if not self.finite():
             self.undo()
             return False
-        dropped, self.totals_finite, self.dropped_finite = self.dropped_finite, [], []
+        dropped, self.flags = [flag for _, flag in self.flags], []
         if dropped and not bool(torch.stack(dropped).all()):
             raise unlawful(self._owner, self.comm.rank)
         for lane in self._open:
@@ -191,14 +191,14 @@ class Exchange:
 
     def finite(self) -> bool:
         """Whether all means of this step are finite so far, if steps may be skipped; does not end it."""
-        return not self.totals_finite or bool(torch.stack(self.totals_finite).all())
+        return not self.flags or bool(torch.stack([total for total, _ in self.flags]).all())
 
     def undo(self) -> None:
         """Ends a step that has failed, and takes back what it can."""
         if self.settings.nonfinite == "skip" or self.comm.elastic:
             for lane in reversed(self._open):  # lanes share a compressor's state, which the first saw before the step
                 lane.rollback()
-        self._open, self.totals_finite, self.dropped_finite = [], [], []
+        self._open, self.flags = [], []
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -274,7 +274,7 @@ class Exchange:
         states = copy.deepcopy(dict(own["algorithm_state"]))
         self.scheme.load_state_dict(own)
         self.unclaimed, self._states, lanes = error_state, states, list(self._lanes.values())
-        self._lanes, self._open, self.totals_finite, self.dropped_finite = {}, [], [], []
+        self._lanes, self._open, self.flags = {}, [], []
         self.loaded = f" with a state of {own['steps']} steps loaded" if "steps" in own else " with a state loaded"
         self.taken, self.skipped, self._begins = own.get("steps", 0), own.get("skipped", 0), True
         for lane in lanes:

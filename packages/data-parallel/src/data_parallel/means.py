@@ -62,8 +62,7 @@ class Mean:
             with tracing.labelled("restore"):
                 self.mean, seen = self.lane.receive(self.sending, result)
             if exchange.settings.nonfinite == "skip":
-                exchange.totals_finite.append(all_finite(seen))
-                exchange.dropped_finite.append(all_finite(self.lane.values(result)[1]))
+                exchange.flags.append((all_finite(seen), all_finite(self.lane.values(result)[1])))
         return self.mean
 
     def checked(self, schedule: Schedule[Any]) -> Schedule[Checked]:

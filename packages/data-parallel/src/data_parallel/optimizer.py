@@ -62,7 +62,7 @@ class ExchangingOptimizer(Wrapping):
         self._trained, owner = list(self._sent.values()), type(self).__name__
         sent = list(self._sent), list(self.trained.values())
         self._exchange = Exchange(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
-        self._group, self._accumulates = comm, False
+        self._accumulates = False
         self._shadow: Shadow | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -155,7 +155,7 @@ class ExchangingOptimizer(Wrapping):
         """
         if kwargs:
             raise TypeError(f"Join was given {sorted(kwargs)}, but means are over all ranks, as ever: leave it out")
-        group_for_join(self._group)
+        group_for_join(self._given)
         self._shadow = Shadow(self)
         return self._shadow
 
@@ -167,7 +167,7 @@ class ExchangingOptimizer(Wrapping):
     @property
     def join_process_group(self) -> Any:
         """Process group that `Join` uses."""
-        return group_for_join(self._group)
+        return group_for_join(self._given)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
@@ -310,16 +310,14 @@ class DistributedOptimizer(ExchangingOptimizer):
         if not isinstance(overlap, bool):
             raise TypeError(f"overlap is {overlap!r}, expected True or False")
         super().__init__(optimizer, named_parameters, comm, checked, sends="gradients", overlap=overlap)
-        self._synchronized = False
-        self._watch: OptimizerWatch | None = None
+        self._synchronized, self._overlaps = False, overlap
+        self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
         if self._exchange.scheme.selects:
-            self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
             self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
-        self._overlap = (
-            BackwardOrder(self._trained, buckets, self._start, lambda: self._accumulates) if overlap else None
-        )
-        take_over(optimizer, self._overlap)
+        watched = (self._trained, buckets) if overlap else ([], [])
+        self._order = BackwardOrder(*watched, self._start, lambda: self._accumulates)
+        take_over(optimizer, self._order)
         self._means = Means(self._exchange, buckets)
         self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}, {overlap=}")
         self.enter()
@@ -338,7 +336,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         if self._synchronized and self._means.stands:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
         self._begin_step()
-        changed = [] if self._overlap is None else self._overlap.changed()
+        changed = self._order.changed()
         means = self._means.after(self._start_all)
         if changed:
             raise RuntimeError(CHANGED.format(name=list(self._sent)[changed[0]]))
@@ -348,7 +346,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         gradients = [p.grad for p in self._trained if p.grad is not None]
         self._means.put(means, gradients)
         self._synchronized = True
-        if self._watch is not None:
+        if self._exchange.scheme.selects:
             self._watch.note(self._trained, gradients, self._exchange.taken)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -362,19 +360,14 @@ class DistributedOptimizer(ExchangingOptimizer):
         Raises:
             RuntimeError: Gradients are under way.
         """
-        if self._under_way:
+        if self._order.under_way:
             raise RuntimeError(
                 "zero_grad() while gradients are under way: call step(), or, to throw their mean away, synchronize() "
                 "and then zero_grad(), on every rank; what was not selected stays in the residuals for later steps"
             )
-        if self._overlap is not None:
-            self._overlap.reset()
+        self._order.reset()
         self._synchronized = False
         super().zero_grad(set_to_none)
-
-    @property
-    def _under_way(self) -> bool:
-        return self._overlap is not None and self._overlap.under_way
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         if closure and self._synchronized:
@@ -382,9 +375,9 @@ class DistributedOptimizer(ExchangingOptimizer):
         return nullcontext()
 
     def _unscale(self, scale: Tensor | None) -> None:
-        if self._overlap is not None and scale is not None:
+        if self._overlaps and scale is not None:
             raise RuntimeError(SCALED.format(what="step() hands over its scale"))
-        if self._overlap is not None and hasattr(self, "found_inf") and not self._synchronized:  # unscaled in vain
+        if self._overlaps and hasattr(self, "found_inf") and not self._synchronized:  # unscaled in vain
             raise RuntimeError(SCALED.format(what="unscale_()"))
         if scale is not None and self._synchronized:
             raise RuntimeError("synchronize() met scaled gradients: call scaler.unscale_(optimizer) before it")
@@ -395,8 +388,7 @@ class DistributedOptimizer(ExchangingOptimizer):
             self.synchronize()
         if self._means.stands:
             self.optimizer.step()
-            if self._watch is not None:
-                self._watch.look(self.optimizer)
+            self._watch.look(self.optimizer)
         else:
             self._exchange.skipped += 1
         self._synchronized = False
@@ -411,9 +403,9 @@ class DistributedOptimizer(ExchangingOptimizer):
 
     def _start_all(self) -> None:
         """Starts the exchange of all buckets that backward has not started."""
-        if self._overlap is not None:
-            self._overlap.start_rest()
-            self._overlap.reset()
+        if self._overlaps:
+            self._order.start_rest()
+            self._order.reset()
             return
         self._begin_exchange()
         self._start_buckets(range(len(self._means.buckets)))
@@ -429,11 +421,11 @@ class DistributedOptimizer(ExchangingOptimizer):
         self._means.start(gradients, positions, clips=True)
 
     def _refuse_mid_step(self, what: str) -> None:
-        if self._synchronized or self._under_way:
+        if self._synchronized or self._order.under_way:
             raise RuntimeError(f"{what} while a step is under way: call it after step()")
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
-        if self._under_way:
+        if self._order.under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         super()._load(own, wrapped)
         self._synchronized = False

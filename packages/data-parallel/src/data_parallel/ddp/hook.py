@@ -341,9 +341,7 @@ class SparseHookState:
 
     def _begin(self) -> Exchange:
         """Begins a backward at its first bucket, and a step unless gradients accumulate."""
-        now, exchange = self._now, self._exchange
-        if exchange is None or self._world is None:
-            exchange = self._ready()
+        now, exchange = self._now, self._ready()
         if self._group is None and (group := default_group()) is not self._world:
             before = "no process group" if self._world is None else "another process group"
             raise RuntimeError(
