@@ -152,7 +152,7 @@ class Settings:
 
     @cached_property
     def entry(self) -> Algorithm | DenseCompressor | None:
-        """The algorithm with its options; None for "auto".
+        """The algorithm with its options, without the wire; None for "auto".
 
         Raises TypeError or ValueError for settings that do not fit the algorithm, or would have no effect.
         """
@@ -177,7 +177,8 @@ class Settings:
         if entry.selects:
             if entry.prescribes:
                 self._check_compressor(f"{entry.name} prescribes its selection")
-            return resolve(self.algorithm, self.options, wire=self.wire)
+            resolve(entry, wire=self.wire)
+            return entry
         self._check_selects_nothing(entry.name)
         if self.wire not in DENSE_WIRES:
             raise ValueError(f"wire is {self.wire!r}, expected for a dense sum one of {', '.join(DENSE_WIRES)}")

@@ -1,4 +1,7 @@
-"""Whether the ranks between nodes and those inside one make a grid; looked at before anything is written."""
+"""Ranks between nodes, and those inside one: whether they make a grid, and what those of a node agree on.
+
+The grid is looked at before anything is written.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from communicators import Communicator, allgather, as_communicator
+from communicators import CollectiveError, Communicator, allgather, as_communicator, run, schedules
 from torch.distributed.device_mesh import DeviceMesh
 
-from data_parallel.hsdp.outcome import told
 from data_parallel.hsdp.shards import Shard
 
 EXPECTED = (
@@ -43,7 +45,7 @@ def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communi
     own = torch.tensor([dist.get_rank(), inside.rank, inside.size])
     places = [Place(*place.tolist()) for place in allgather(own, comm)]
     wrong = _unlike(shards) or _overlap(places, node) or _other_places(places)
-    if wrong := told(wrong, inside):
+    if wrong := _first_said(wrong, inside):
         raise ValueError(f"{wrong}; {EXPECTED}")
     here = [int(rank) for rank in allgather(torch.tensor([comm.rank]), inside)]
     if len(set(here)) > 1:
@@ -52,6 +54,19 @@ def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communi
             f"give them the nodes in the same order; {EXPECTED}"
         )
     return comm, inside
+
+
+def agreed(error: CollectiveError | None, finite: bool, inside: Communicator) -> tuple[CollectiveError | None, bool]:
+    """Outcome of a backward on all ranks of a node, of which each exchanged another part with other nodes.
+
+    The first error, and whether all results are finite. One message of a byte, more only after an error.
+    """
+    flags = torch.tensor([2 * (error is not None) + (not finite)], dtype=torch.uint8)
+    gather = schedules.allgather_blocks(flags, [1] * inside.size, inside.rank, inside.size)
+    found = [int(flag) for flag in run(gather, inside, facts="how a backward went")]
+    if not any(flag & 2 for flag in found):
+        return None, not any(found)
+    return CollectiveError(_first_said(str(error or ""), inside)), False
 
 
 def _unlike(shards: Sequence[Shard]) -> str:
@@ -80,3 +95,10 @@ def _other_places(places: Sequence[Place]) -> str:
 def _ranks(shard: Shard) -> list[int]:
     """Ranks, of all, that a module is sharded over."""
     return dist.get_process_group_ranks(shard.group.mesh_info.shard_process_group)
+
+
+def _first_said(own: str, inside: Communicator) -> str:
+    """Text of the first rank that has any, on all ranks; "" if none has."""
+    said = torch.tensor(list(own.encode(errors="replace")), dtype=torch.uint8)
+    words = (bytes(each.tolist()).decode() for each in allgather(said, inside))
+    return next((word for word in words if word), "")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from data_parallel.exchange import Exchange
 from data_parallel.hsdp.backward import at_the_end, refuse_after_break
-from data_parallel.hsdp.mesh import joined
-from data_parallel.hsdp.outcome import agreed
+from data_parallel.hsdp.mesh import agreed, joined
 from data_parallel.hsdp.shards import Shard, shards_of
 from data_parallel.means import Mean, wait_for_all
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
