@@ -211,21 +211,19 @@ class Exchange:
 
     def stats(self) -> Stats:
         """Costs and savings so far; see `communicators.Stats`."""
-        left = self.scheme.dense_steps_left
         residuals = [lane.residual for lane in self._lanes.values() if lane.residual is not None]
         squares = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals]
         density = getattr(self.settings.compressor, "density", None) if self.scheme.selects else 1.0
-        return Stats(
-            {
-                "steps": self.taken,
-                "skipped": self.skipped,
-                **self.tally.numbers(),
-                **({} if left is None else {"dense_steps_left": left}),
-                "seconds_selecting": self.selection_seconds,
-                "residual_norm": math.sqrt(sum(squares)),
-                **({} if density is None else {"density": float(density)}),
-            }
-        )
+        found = {
+            "steps": self.taken,
+            "skipped": self.skipped,
+            **self.tally.numbers(),
+            "dense_steps_left": self.scheme.dense_steps_left,
+            "seconds_selecting": self.selection_seconds,
+            "residual_norm": math.sqrt(sum(squares)),
+            "density": None if density is None else float(density),
+        }
+        return Stats({name: number for name, number in found.items() if number is not None})
 
     def error_state(self) -> dict[str, dict[str, Tensor]]:
         """Error state by kind and parameter: references."""

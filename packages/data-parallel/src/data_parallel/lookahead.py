@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from replicas import restored
 from torch import Tensor
 
 from data_parallel.exchange import Exchange
@@ -129,19 +130,17 @@ class ErrorLookahead:
 
     @contextmanager
     def _moved(self) -> Iterator[None]:
-        shared = [p.detach().clone() for p in self._parameters]
         residuals, share = self._exchange.error_state()["residuals"], self._share()
-        with torch.no_grad():
-            for name, p in zip(self._names, self._parameters, strict=True):
-                if name in residuals:
-                    p.add_(residuals[name].to(p.dtype), alpha=share)
-        self.now = True
-        try:
-            yield
-        finally:
-            self.now = False
+        with restored(self._parameters):
             with torch.no_grad():
-                torch._foreach_copy_(self._parameters, shared)
+                for name, p in zip(self._names, self._parameters, strict=True):
+                    if name in residuals:
+                        p.add_(residuals[name].to(p.dtype), alpha=share)
+            self.now = True
+            try:
+                yield
+            finally:
+                self.now = False
 
 
 def _nodes() -> int:

@@ -103,15 +103,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         schedule = self.density if callable(self.density) else None
-        for name, value in (
-            ("compressor", _compressor(self.compressor, self.density)),
-            ("density", schedule),
-            ("momentum", arguments.number(self.momentum, "momentum", "0 ≤ momentum < 1", lambda value: 0 <= value < 1)),
-            ("clip_norm", _clip_norm(self.clip_norm)),
-            ("dense_below", check_count("dense_below", self.dense_below, "elements", least=0) or 0),
-            ("verify", check_count("verify", self.verify, "steps", least=0)),
-        ):
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            compressor=_compressor(self.compressor, self.density),
+            density=schedule,
+            momentum=arguments.number(self.momentum, "momentum", "0 ≤ momentum < 1", lambda value: 0 <= value < 1),
+            clip_norm=_clip_norm(self.clip_norm),
+            dense_below=check_count("dense_below", self.dense_below, "elements", least=0) or 0,
+            verify=check_count("verify", self.verify, "steps", least=0),
+        )
         for name, value, example in (("wire", self.wire, "fp32"), ("nonfinite", self.nonfinite, "raise")):
             if not isinstance(value, str):
                 raise TypeError(f"{name} is {value!r}, expected text such as {example!r}")

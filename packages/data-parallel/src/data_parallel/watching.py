@@ -1,4 +1,4 @@
-"""Hooks on parameters that hold who is told only weakly: they keep nothing alive, and go with it."""
+"""Watching a backward: hooks on parameters, which keep nothing alive, and the call that follows its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 T = TypeVar("T")
 
@@ -34,3 +36,19 @@ def watch(
     register: Any = Tensor.register_hook if before else Tensor.register_post_accumulate_grad_hook
     handles = [register(p, partial(hook, member)) for member, p in parameters.items()]
     return weakref.finalize(owner, remove)
+
+
+def at_the_end() -> Callable[[Callable[[], None]], None]:
+    """Function that queues a callback for the end of the running backward; RuntimeError if this torch has none.
+
+    It is private. FSDP2 and DDP use the same; public hooks are on tensors of the graph, which does not contain the
+    sharded parameters.
+    """
+    engine: Any = getattr(Variable, "_execution_engine", None)
+    queue: Callable[[Callable[[], None]], None] | None = getattr(engine, "queue_callback", None)
+    if queue is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} lacks Variable._execution_engine.queue_callback, which tells that backward has "
+            "ended: take a version that has it, 2.6 to 2.13 do"
+        )
+    return queue

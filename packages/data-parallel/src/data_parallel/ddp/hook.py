@@ -23,11 +23,11 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, b
 from data_parallel.ddp.buckets import Accumulated, Buckets
 from data_parallel.ddp.saved_layout import SavedBucketLayout
 from data_parallel.exchange import Exchange
-from data_parallel.hsdp.backward import at_the_end
 from data_parallel.means import Mean
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD
+from data_parallel.watching import at_the_end
 
 OWNER = "a DDP hook"
 INSTEAD = (

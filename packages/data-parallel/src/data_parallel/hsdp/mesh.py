@@ -6,7 +6,7 @@ The grid is looked at before anything is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,9 @@ EXPECTED = (
 )
 
 
-class Place(NamedTuple):
-    """Position of a rank: its number among all ranks, and its place among those of its node."""
-
-    rank: int
-    inside: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} has place {self.inside} of {self.size} inside its node"
+PLACE = "rank {} has place {} of {} inside its node"
+Place = Sequence[int]
+"""Number of a rank among all ranks, its place among those of its node, and how many those are."""
 
 
 def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communicator]:
@@ -43,7 +37,7 @@ def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communi
     inside = as_communicator(shards[0].group.mesh_info.shard_process_group)
     node = _ranks(shards[0])
     own = torch.tensor([dist.get_rank(), inside.rank, inside.size])
-    places = [Place(*place.tolist()) for place in allgather(own, comm)]
+    places = [place.tolist() for place in allgather(own, comm)]
     wrong = _unlike(shards) or _overlap(places, node) or _other_places(places)
     if wrong := _first_said(wrong, inside):
         raise ValueError(f"{wrong}; {EXPECTED}")
@@ -80,7 +74,7 @@ def _unlike(shards: Sequence[Shard]) -> str:
 
 def _overlap(places: Sequence[Place], node: Sequence[int]) -> str:
     """Complaint if two ranks of a node, which have different parts of a parameter, would exchange them, else ""."""
-    ranks = [place.rank for place in places]
+    ranks = [rank for rank, *_ in places]
     if len(shared := [rank for rank in ranks if rank in node]) == 1:
         return ""
     return f"between has the ranks {ranks}, of which {shared} share the parameters of this model as {list(node)}"
@@ -88,8 +82,9 @@ def _overlap(places: Sequence[Place], node: Sequence[int]) -> str:
 
 def _other_places(places: Sequence[Place]) -> str:
     """Complaint if ranks that should hold the same part differ in place, or in the size of their node, else ""."""
-    other = next((place for place in places if place[1:] != places[0][1:]), None)
-    return "" if other is None else f"between joins ranks that hold different parts: {places[0]}, {other}"
+    others = [place for place in places if place[1:] != places[0][1:]]
+    said = ", ".join(PLACE.format(*place) for place in (places[0], *others[:1]))
+    return f"between joins ranks that hold different parts: {said}" if others else ""
 
 
 def _ranks(shard: Shard) -> list[int]:

@@ -14,13 +14,13 @@ from replicas import STATE_KEY, broadcast_parameters, check_named_parameters, ga
 from torch import Tensor, nn
 
 from data_parallel.exchange import Exchange
-from data_parallel.hsdp.backward import at_the_end, refuse_after_break
 from data_parallel.hsdp.mesh import agreed, joined
-from data_parallel.hsdp.shards import Shard, shards_of
+from data_parallel.hsdp.shards import Shard, refuse_after_break, shards_of
 from data_parallel.means import Mean, wait_for_all
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
 from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD
+from data_parallel.watching import at_the_end
 
 OWNER = "sparse_hsdp"
 INSTEAD = 'sparse_hsdp exchanges gradients only: take SGD with momentum= here, or algorithm="dense"'
