@@ -9,18 +9,20 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
-from communicators import Bucket, Communicator, Stats, tracing
+from communicators import Bucket, CollectiveError, Communicator, Schedule, Stats, Work, run, start, tracing
 from replicas import hash_bits, refuse_unlike, saved_by
+from sparse_compress import all_finite
 from torch import Tensor
 from torch.optim import Optimizer
 
 from data_parallel.clipping import clip_limit, clip_together
-from data_parallel.lanes import ERROR_STATE, Lane, Saved, State, empty_like
-from data_parallel.means import Mean
-from data_parallel.nonfinite import refuse_nonfinite, unlawful
+from data_parallel.lanes import ERROR_STATE, Lane, Saved, Sending, State, empty_like, unused_spans
+from data_parallel.nonfinite import culprit, refuse_nonfinite, unlawful
 from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
 from data_parallel.state_dict import RESHARD, Shapes, check_fit, check_sent, complete, own_state, refuse_residuals
@@ -30,6 +32,10 @@ SHARED = ("lr", "momentum", "betas", "weight_decay")
 """Settings of parameter groups that ranks share; an optimizer may adapt other values there, each rank its own."""
 GROUPS_EVERY = 100
 """Steps between two comparisons of parameter groups' settings, the first of which is in the first step."""
+
+
+Checked = tuple[Any, CollectiveError | None]
+"""A schedule's result, and the error that every rank is to raise where it is not finite."""
 
 
 class Exchange:
@@ -157,7 +163,7 @@ class Exchange:
         mean = Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self.loaded}{self.cut}")
         if not self.native or sending.summed is None:
             mean.start()
-        self.tally.add(mean.work or mean, dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
+        self.tally.add(mean.work or mean.cost, dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
         return mean
 
     def open(self, bucket: Bucket) -> Lane:
@@ -330,12 +336,82 @@ class Exchange:
         return kept
 
 
-def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:
-    """Spans of members that are all zeros. For most others the first elements show that they are not."""
-    if not flat.is_cpu:  # one look for all of them, because each waits for the device
-        used = torch.stack([flat[span].any() for span in spans]).tolist()
-        return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
-    return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
+@dataclass(eq=False)
+class Mean:
+    """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request.
+
+    work: the call that carries it; None: the transport's own sum does, once it is waited for. cost: of that sum, as a
+    `Work` has it. lost: error of the start, where a rank of an elastic group had died by then.
+    """
+
+    exchange: Exchange
+    lane: Lane
+    sending: Sending
+    facts: str
+    work: Work[Checked] | None = None
+    cost: Any = field(default_factory=lambda: SimpleNamespace(began=math.inf, ended=None, bytes_sent=0))
+    mean: Tensor | None = None
+    lost: CollectiveError | None = None
+
+    def start(self) -> None:
+        """Starts the call. An elastic group's failure is an error of `wait`: backward, which starts it, goes on."""
+        comm, checked = self.exchange.comm, self.checked(self.sending.schedule)
+        try:
+            self.work = start(checked, comm, facts=self.facts, device=self.lane.bucket.device)
+        except CollectiveError as error:
+            if not comm.elastic:
+                raise
+            self.lost = error
+
+    def wait(self) -> Tensor:
+        """The mean. Raises the CollectiveError of the call, or of what is not finite."""
+        if self.lost is not None:
+            raise self.lost
+        if self.mean is None:
+            exchange = self.exchange
+            result, error = self._summed() if self.work is None else self.work.wait()
+            if error is not None:
+                raise error
+            with tracing.labelled("restore"):
+                self.mean, seen = self.lane.receive(self.sending, result)
+            if exchange.settings.nonfinite == "skip":
+                exchange.flags.append((all_finite(seen), all_finite(self.lane.values(result)[1])))
+        return self.mean
+
+    def checked(self, schedule: Schedule[Any]) -> Schedule[Checked]:
+        """The schedule's result and, in the same call, the error that names who gave what is not finite in it.
+
+        Where only what this rank keeps is not finite, the algorithm has hidden that: then all ranks' calls fail.
+        """
+        result = yield from schedule
+        if self.exchange.settings.nonfinite != "raise":
+            return result, None
+        total, dropped = self.lane.values(result)
+        if not bool(all_finite(total)):
+            return result, (yield from self._culprit())
+        if not bool(all_finite(dropped)):
+            raise unlawful(self.facts, self.exchange.comm.rank)
+        return result, None
+
+    def _culprit(self) -> Schedule[CollectiveError]:
+        exchange = self.exchange
+        return culprit(self.sending.suspect(), self.lane.bucket, exchange.names, exchange.comm, exchange.what)
+
+    def _summed(self) -> Checked:
+        """The plain sum, by the transport where it has one."""
+        comm, device = self.exchange.comm, self.lane.bucket.device
+        self.cost.began = comm.clock()
+        total = comm.native_allreduce(cast(Tensor, self.sending.summed), facts=self.facts)
+        outcome: Checked = total, None
+        if total is None:
+            work = start(self.checked(self.sending.schedule), comm, facts=self.facts, device=device)
+            outcome, self.cost.bytes_sent = work.wait(), work.bytes_sent
+        else:
+            self.cost.bytes_sent = 2 * total.nbytes * (comm.size - 1) // comm.size  # of the best dense allreduces
+            if self.exchange.settings.nonfinite == "raise" and not bool(all_finite(total)):
+                outcome = total, run(self._culprit(), comm, facts=f"not finite: {self.facts}", device=device)
+        self.cost.ended = comm.clock()
+        return outcome
 
 
 def _shared_settings(optimizer: Optimizer) -> str:

@@ -1,107 +1,14 @@
-"""Means of buckets on their way: one bucket's, and all tensors of a model taken through an exchange."""
+"""All tensors of a model taken through an exchange, bucket by bucket."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
 
-from communicators import Bucket, CollectiveError, Schedule, Work, run, start, tracing
-from sparse_compress import all_finite
+from communicators import Bucket, CollectiveError
 from torch import Tensor
 
-from data_parallel.lanes import Lane, Sending, empty_like
-from data_parallel.nonfinite import culprit, unlawful
-
-if TYPE_CHECKING:
-    from data_parallel.exchange import Exchange
-
-Checked = tuple[Any, CollectiveError | None]
-"""A schedule's result, and the error that every rank is to raise where it is not finite."""
-
-
-@dataclass(eq=False)
-class Mean:
-    """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request.
-
-    work: the call that carries it; None: the transport's own sum does, once it is waited for. began, ended, bytes_sent:
-    of that sum, as a `Work` has them. lost: error of the start, where a rank of an elastic group had died by then.
-    """
-
-    exchange: Exchange
-    lane: Lane
-    sending: Sending
-    facts: str
-    work: Work[Checked] | None = None
-    began: float = math.inf
-    ended: float | None = None
-    bytes_sent: int = 0
-    mean: Tensor | None = None
-    lost: CollectiveError | None = None
-
-    def start(self) -> None:
-        """Starts the call. An elastic group's failure is an error of `wait`: backward, which starts it, goes on."""
-        comm, checked = self.exchange.comm, self.checked(self.sending.schedule)
-        try:
-            self.work = start(checked, comm, facts=self.facts, device=self.lane.bucket.device)
-        except CollectiveError as error:
-            if not comm.elastic:
-                raise
-            self.lost = error
-
-    def wait(self) -> Tensor:
-        """The mean. Raises the CollectiveError of the call, or of what is not finite."""
-        if self.lost is not None:
-            raise self.lost
-        if self.mean is None:
-            exchange = self.exchange
-            result, error = self._summed() if self.work is None else self.work.wait()
-            if error is not None:
-                raise error
-            with tracing.labelled("restore"):
-                self.mean, seen = self.lane.receive(self.sending, result)
-            if exchange.settings.nonfinite == "skip":
-                exchange.flags.append((all_finite(seen), all_finite(self.lane.values(result)[1])))
-        return self.mean
-
-    def checked(self, schedule: Schedule[Any]) -> Schedule[Checked]:
-        """The schedule's result and, in the same call, the error that names who gave what is not finite in it.
-
-        Where only what this rank keeps is not finite, the algorithm has hidden that: then all ranks' calls fail.
-        """
-        result = yield from schedule
-        exchange, sending, bucket = self.exchange, self.sending, self.lane.bucket
-        if exchange.settings.nonfinite != "raise":
-            return result, None
-        total, dropped = self.lane.values(result)
-        if not bool(all_finite(total)):
-            return result, (yield from culprit(sending.suspect(), bucket, exchange.names, exchange.comm, exchange.what))
-        if not bool(all_finite(dropped)):
-            raise unlawful(self.facts, exchange.comm.rank)
-        return result, None
-
-    def _summed(self) -> Checked:
-        """The plain sum, by the transport where it has one."""
-        comm, device = self.exchange.comm, self.lane.bucket.device
-        self.began = comm.clock()
-        total = comm.native_allreduce(cast(Tensor, self.sending.summed), facts=self.facts)
-        outcome: Checked = total, None
-        if total is None:
-            work = start(self.checked(self.sending.schedule), comm, facts=self.facts, device=device)
-            outcome, self.bytes_sent = work.wait(), work.bytes_sent
-        else:
-            self.bytes_sent = 2 * total.nbytes * (comm.size - 1) // comm.size  # of the best dense allreduces
-            if self.exchange.settings.nonfinite == "raise" and not bool(all_finite(total)):
-                outcome = run(self.checked(_done(total)), comm, facts=f"not finite: {self.facts}", device=device)
-        self.ended = comm.clock()
-        return outcome
-
-
-def _done(result: Any) -> Schedule[Any]:
-    """A schedule that has its result already."""
-    yield from ()
-    return result
+from data_parallel.exchange import Exchange, Mean
+from data_parallel.lanes import empty_like
 
 
 def wait_for_all(means: Iterable[Mean]) -> list[Tensor]:

@@ -145,8 +145,7 @@ def _hooked() -> Any:
     return register_optimizer_step_post_hook(_stepped)
 
 
-def _stepped(optimizer: Optimizer, *given: Any) -> None:
-    del given
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
     for watch in list(_WATCHES):
         watch.look(optimizer)
 

@@ -130,11 +130,6 @@ class Settings:
             raise ValueError(f"dense_below={self.dense_below} is for algorithms that select; this one sends all whole")
 
     @property
-    def is_auto(self) -> bool:
-        """Whether the algorithm is chosen by measuring the ranks."""
-        return isinstance(self.algorithm, str) and self.algorithm == "auto"
-
-    @property
     def may_select(self) -> bool:
         """Whether the algorithm selects entries, or may turn out to."""
         return self.entry is None or (isinstance(self.entry, Algorithm) and self.entry.selects)
@@ -151,11 +146,11 @@ class Settings:
 
     @cached_property
     def entry(self) -> Algorithm | DenseCompressor | None:
-        """The algorithm with its options, without the wire; None for "auto".
+        """The algorithm with its options, without the wire; None for "auto", which is chosen by measuring the ranks.
 
         Raises TypeError or ValueError for settings that do not fit the algorithm, or would have no effect.
         """
-        if self.is_auto:
+        if self.algorithm == "auto":
             if self.options:
                 given = dict(self.options)
                 raise ValueError(f'algorithm="auto" chooses options too, but {given} was given: name their algorithm')

@@ -9,6 +9,7 @@ exchange after every step, and without its decay of the residuals, which would l
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,6 @@ from data_parallel.means import Means
 from data_parallel.optimizer import ExchangingOptimizer
 from data_parallel.optimizer_watch import too_short
 from data_parallel.rates import ByRates
-from data_parallel.rewind import remembered
 from data_parallel.settings import ExchangeSettings, Settings, check_count
 
 
@@ -233,3 +233,32 @@ def updates_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tenso
 def _only_nonfinite(p: Tensor) -> Tensor:
     update = torch.zeros_like(p, requires_grad=False)
     return update if p.grad is None else update.masked_fill_(~p.grad.isfinite(), torch.nan)
+
+
+def remembered(optimizer: Optimizer) -> Callable[[], None]:
+    """Function that restores, bit for bit, the optimizer's present state and its groups' settings.
+
+    Writes into the same tensors, each time that it is called. An optimizer's own attributes are not restored. Memory: a
+    copy of the state.
+    """
+    state = {p: _copied(kept) for p, kept in optimizer.state.items()}
+    groups = [_copied({name: v for name, v in group.items() if name != "params"}) for group in optimizer.param_groups]
+
+    def bring_back() -> None:
+        optimizer.state.clear()
+        optimizer.state.update({p: _restored(kept) for p, kept in state.items()})
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+            group.update(_restored(kept))
+
+    return bring_back
+
+
+def _copied(kept: Any) -> dict[str, tuple[Any, Any]]:
+    """Each object by name, with a copy of its content."""
+    return {name: (v, v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v)) for name, v in kept.items()}
+
+
+def _restored(kept: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    return {
+        name: v.copy_(before) if isinstance(v, Tensor) else copy.deepcopy(before) for name, (v, before) in kept.items()
+    }

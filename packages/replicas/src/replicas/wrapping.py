@@ -406,9 +406,8 @@ def _tell(apart: list[int], what: str) -> None:
         )
 
 
-def _share_again(wrapping: weakref.ref[Wrapping], optimizer: Optimizer) -> None:
+def _share_again(wrapping: weakref.ref[Wrapping], _: Optimizer) -> None:
     """Shares again after the wrapped optimizer loaded a state. It must not keep a wrapper alive that was replaced."""
-    del optimizer
     living = wrapping()
     if living is not None:
         living._share()

@@ -22,8 +22,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, b
 
 from data_parallel.ddp.buckets import Accumulated, Buckets
 from data_parallel.ddp.saved_layout import SavedBucketLayout
-from data_parallel.exchange import Exchange
-from data_parallel.means import Mean
+from data_parallel.exchange import Exchange, Mean
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD
@@ -115,7 +114,7 @@ class SparseHookState:
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
         named = list(named_parameters)
         check_named_parameters(named)
-        if checked.is_auto and not any(p.numel() for _, p in named):
+        if checked.entry is None and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if checked.clip_norm is not None and not named:
             raise ValueError("clip_norm is shared out among buckets by the size of the model: give named_parameters")

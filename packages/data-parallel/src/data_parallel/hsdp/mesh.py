@@ -35,17 +35,15 @@ def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communi
         between = between.get_group()
     comm = as_communicator(between)
     inside = as_communicator(shards[0].group.mesh_info.shard_process_group)
-    node = _ranks(shards[0])
     own = torch.tensor([dist.get_rank(), inside.rank, inside.size])
     places = [place.tolist() for place in allgather(own, comm)]
-    wrong = _unlike(shards) or _overlap(places, node) or _other_places(places)
-    if wrong := _first_said(wrong, inside):
+    if wrong := _first_said(_complaint(shards, places), inside):
         raise ValueError(f"{wrong}; {EXPECTED}")
     here = [int(rank) for rank in allgather(torch.tensor([comm.rank]), inside)]
     if len(set(here)) > 1:
         raise ValueError(
-            f"the ranks {node} of one node are number {here} of those between nodes, expected the same number for all: "
-            f"give them the nodes in the same order; {EXPECTED}"
+            f"the ranks {_ranks(shards[0])} of one node are number {here} of those between nodes, expected the same "
+            f"number for all: give them the nodes in the same order; {EXPECTED}"
         )
     return comm, inside
 
@@ -63,28 +61,18 @@ def agreed(error: CollectiveError | None, finite: bool, inside: Communicator) ->
     return CollectiveError(_first_said(str(error or ""), inside)), False
 
 
-def _unlike(shards: Sequence[Shard]) -> str:
-    """Complaint if modules are sharded over different ranks, else ""."""
-    first = _ranks(shards[0])
+def _complaint(shards: Sequence[Shard], places: Sequence[Place]) -> str:
+    """What this rank sees that makes no grid, else ""."""
+    node = _ranks(shards[0])
     for shard in shards:
-        if (other := _ranks(shard)) != first:
-            return f"module {shard.name!r} is sharded over the ranks {other}, but {shards[0].name!r} over {first}"
-    return ""
-
-
-def _overlap(places: Sequence[Place], node: Sequence[int]) -> str:
-    """Complaint if two ranks of a node, which have different parts of a parameter, would exchange them, else ""."""
+        if (other := _ranks(shard)) != node:
+            return f"module {shard.name!r} is sharded over the ranks {other}, but {shards[0].name!r} over {node}"
     ranks = [rank for rank, *_ in places]
-    if len(shared := [rank for rank in ranks if rank in node]) == 1:
-        return ""
-    return f"between has the ranks {ranks}, of which {shared} share the parameters of this model as {list(node)}"
-
-
-def _other_places(places: Sequence[Place]) -> str:
-    """Complaint if ranks that should hold the same part differ in place, or in the size of their node, else ""."""
-    others = [place for place in places if place[1:] != places[0][1:]]
-    said = ", ".join(PLACE.format(*place) for place in (places[0], *others[:1]))
-    return f"between joins ranks that hold different parts: {said}" if others else ""
+    if len(shared := [rank for rank in ranks if rank in node]) != 1:  # they have different parts of a parameter
+        return f"between has the ranks {ranks}, of which {shared} share the parameters of this model as {node}"
+    unlike = [place for place in places if place[1:] != places[0][1:]]
+    said = ", ".join(PLACE.format(*place) for place in (places[0], *unlike[:1]))
+    return f"between joins ranks that hold different parts: {said}" if unlike else ""
 
 
 def _ranks(shard: Shard) -> list[int]:

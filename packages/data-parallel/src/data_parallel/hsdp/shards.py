@@ -108,8 +108,7 @@ def shards_of(model: nn.Module) -> tuple[list[Shard], dict[str, nn.Parameter]]:
 def refuse_after_break(model: nn.Module, shards: Sequence[Shard]) -> None:
     """Makes forward raise RuntimeError if FSDP has missed the end of a backward, and would go wrong."""
 
-    def look(*given: Any) -> None:
-        del given
+    def look(*_: Any) -> None:
         if torch._C._current_graph_task_id() == -1 and any(shard.waits_for_end for shard in shards):
             raise RuntimeError(BROKEN)
 

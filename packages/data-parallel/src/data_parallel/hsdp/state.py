@@ -13,10 +13,10 @@ from communicators import CollectiveError, Communicator, Stats
 from replicas import STATE_KEY, broadcast_parameters, check_named_parameters, gathered_state, state_of_rank
 from torch import Tensor, nn
 
-from data_parallel.exchange import Exchange
+from data_parallel.exchange import Exchange, Mean
 from data_parallel.hsdp.mesh import agreed, joined
 from data_parallel.hsdp.shards import Shard, refuse_after_break, shards_of
-from data_parallel.means import Mean, wait_for_all
+from data_parallel.means import wait_for_all
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
 from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD
@@ -59,7 +59,7 @@ class HsdpState:
     ) -> None:
         refuse_elastic("sparse_hsdp", between, "FSDP cannot change its ranks: train without it, or wrap anew")
         checked = Settings.of(sparse_hsdp, settings, nonfinite=nonfinite)
-        if checked.is_auto:
+        if checked.entry is None:
             raise ValueError("algorithm='auto' measures replicas of a whole model: name one, such as 'gtopk'")
         self._at_the_end = at_the_end()
         # the running backward: autograd alone holds what it points to, and drops that also where backward breaks off
