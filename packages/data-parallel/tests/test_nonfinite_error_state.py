@@ -13,7 +13,6 @@ import pytest
 import torch
 from communicators import Bucket, CollectiveError, SimulatedWorld
 from data_parallel.exchange import Exchange
-from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,8 +36,7 @@ def exchange_of(comm, nonfinite, *, algorithm, momentum, dense_below, compressor
         dense_below=dense_below,
         nonfinite=nonfinite,
     )
-    scheme, _ = choose_scheme(settings, comm, selects=False, parameters=[])
-    return Exchange(scheme, comm, list(SHAPES), settings, owner="a test")
+    return Exchange(settings, comm, list(SHAPES), [], owner="a test")
 
 
 def step(exchange, buckets, number, bad):

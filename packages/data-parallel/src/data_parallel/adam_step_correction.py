@@ -30,13 +30,8 @@ from communicators import Communicator, allreduce
 from torch import Tensor
 from torch.optim import Optimizer
 
-CORRECTED = {
-    torch.optim.Adam: "betas",
-    torch.optim.AdamW: "betas",
-    torch.optim.NAdam: "betas",
-    torch.optim.RMSprop: "alpha",
-}
-"""Those whose steps are a mean over steps of gradients, divided by the root of a second moment; what that decays by."""
+CORRECTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop)
+"""Those whose steps are a mean over steps of gradients, divided by the root of a second moment."""
 LINEAR = (torch.optim.SGD, torch.optim.ASGD)
 """The mean of their steps is the step by the mean gradient."""
 EVERY = 8  # steps
@@ -64,7 +59,7 @@ class AdamStepCorrection:
 
     def __init__(self, optimizer: Optimizer, comm: Communicator) -> None:
         self._optimizer, self._comm = optimizer, comm
-        self._concerned = (comm.size > 1 or comm.elastic) and isinstance(optimizer, tuple(CORRECTED))
+        self._concerned = (comm.size > 1 or comm.elastic) and isinstance(optimizer, CORRECTED)
         self._sums = torch.zeros(2, dtype=torch.float64)  # of μ², and of μ² + σ²; alike on all ranks
         self._looks = _no_looks()  # since ranks spoke of them
 
@@ -119,10 +114,9 @@ class AdamStepCorrection:
 
     def _decay(self) -> float:
         """Decay factor per step of the second moment, for most elements."""
-        name = next(name for kind, name in CORRECTED.items() if isinstance(self._optimizer, kind))
         groups = self._optimizer.param_groups
-        setting: Any = max(groups, key=lambda group: sum(p.numel() for p in group["params"]))[name]
-        return float(setting[1] if name == "betas" else setting)
+        largest: Any = max(groups, key=lambda group: sum(p.numel() for p in group["params"]))
+        return float(largest["betas"][1] if "betas" in largest else largest["alpha"])  # the second: RMSprop's
 
 
 def without_looks(state: Mapping[str, Any]) -> dict[str, Any]:

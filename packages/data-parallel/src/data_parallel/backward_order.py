@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from communicators import Bucket
 from torch import Tensor
 from torch.optim import Optimizer
+
+from data_parallel.watching import watch
 
 BUCKET_BYTES = 4 << 20
 """Gradients of so many bytes are selected from and sent together; `bench/overlap` has the measurement."""
@@ -20,7 +20,7 @@ class BackwardOrder:
     Bucket 0 holds the parameters whose gradients come first, those of the last layers. A bucket that is ready early
     waits for its turn, because all ranks must start their exchanges in one order.
 
-    paused: whether gradients only accumulate now.
+    paused: whether gradients only accumulate now. close: stops watching.
     """
 
     def __init__(
@@ -34,15 +34,7 @@ class BackwardOrder:
         self._members = [bucket.members for bucket in buckets]
         self._bucket_of = {member: position for position, members in enumerate(self._members) for member in members}
         self.reset()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), member))  # type: ignore[no-untyped-call]
-            for member, parameter in enumerate(parameters)
-        ]
-
-    def close(self) -> None:
-        """Stops watching."""
-        for hook in self._hooks:
-            hook.remove()
+        self.close = watch(self, dict(enumerate(parameters)), BackwardOrder.ready)
 
     def reset(self) -> None:
         """Begins a new step, and forgets what backward left unfinished."""
@@ -96,16 +88,6 @@ def _version(gradient: Tensor | None) -> tuple[int, int] | None:
 
 def take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
     """Closes the optimizer's earlier watcher, which a scheduler may still hold, so that it starts no exchanges."""
-    earlier = vars(optimizer).pop("_backward_order", lambda: None)()
-    if earlier is not None:
-        earlier.close()
+    vars(optimizer).pop("_close_backward_order", lambda: None)()
     if order is not None:
-        vars(optimizer)["_backward_order"] = weakref.ref(order)
-
-
-def _tell(order: weakref.ref[BackwardOrder], member: int, parameter: Tensor) -> None:
-    """Hook of a parameter; does nothing once the optimizer that set it is gone."""
-    del parameter
-    watching = order()
-    if watching is not None:
-        watching.ready(member)
+        vars(optimizer)["_close_backward_order"] = order.close

@@ -1,27 +1,38 @@
-"""Exchange of this rank's gradients for their mean over all ranks, bucket by bucket: dense in, dense out.
+"""Exchange of this rank's gradients for their mean over all ranks: the core that every adapter holds.
 
-An `Exchange` has a lane for each bucket, and ends steps: a lane decides how its gradient travels, and owns what is kept
-of it between steps. `Means` takes all tensors of a model through an exchange.
+An `Exchange` has a lane for each bucket: dense in, dense out. A lane decides how its gradient travels, and owns what is
+kept of it between steps. The exchange counts steps, ends them, and saves and loads all of it.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from communicators import Bucket, CollectiveError, Communicator, Schedule, Work, run, start, tracing
+from communicators import Bucket, CollectiveError, Communicator, Schedule, Stats, Work, run, start, tracing
+from replicas import hash_bits, refuse_unlike, saved_by
 from sparse_compress import all_finite
 from torch import Tensor
+from torch.optim import Optimizer
 
 from data_parallel.clipping import clip_limit, clip_together
-from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, empty_like
+from data_parallel.lanes import ERROR_STATE, Lane, Saved, Sending, State, empty_like, unused_spans
 from data_parallel.nonfinite import culprit, refuse_nonfinite, unlawful
+from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
+from data_parallel.state_dict import RESHARD, Shapes, check_fit, check_sent, complete, own_state, refuse_residuals
 from data_parallel.tally import Tally
+
+SHARED = ("lr", "momentum", "betas", "weight_decay")
+"""Settings of parameter groups that ranks share; an optimizer may adapt other values there, each rank its own."""
+GROUPS_EVERY = 100
+"""Steps between two comparisons of parameter groups' settings, the first of which is in the first step."""
+
 
 Checked = tuple[Any, CollectiveError | None]
 """A schedule's result, and the error that every rank is to raise where it is not finite."""
@@ -30,46 +41,98 @@ Checked = tuple[Any, CollectiveError | None]
 class Exchange:
     """Means of buckets, and the steps that they make up.
 
-    names: names of the parameters, which buckets refer to by position; the list may grow.
-    settings: of them nonfinite and clip_norm. nonfinite="raise": a NaN or inf of any rank is an error on all of them,
-        raised by each mean's wait. "skip": `commit_or_rollback` tells whether the step stands, and otherwise undoes it.
-        clip_norm: target norm of the mean, which `clip` approaches by clipping ranks' own gradients.
-    owner: the owner's name in messages.
-    native: dense sums are left to the transport, if it has its own, when their mean is waited for.
-    withholds: residuals wait of members whose gradient is all zeros.
-    what: name in messages of the exchanged tensors.
-    cut: a fact, as text: how parameters were cut into buckets, if ranks could differ in that.
-    shared: another fact, about this step: values that ranks must share.
-    loaded: another: whether a state was loaded, because residuals that only some ranks have loaded are lost on others.
-    unclaimed: error state of no lane, by kind and parameter: that was loaded, or whose bucket has been cut anew.
-    selection_seconds: seconds so far on this rank, by the communicator's clock.
+    Only the count of the steps belongs in a checkpoint: the density depends on nothing else, so a resumed run goes on
+    with it.
+
+    Args:
+        settings: Checked ones. nonfinite="raise": a NaN or inf of any rank is an error on all of them, raised by each
+            mean's wait. "skip": `commit_or_rollback` tells whether the step stands, and otherwise undoes it. clip_norm:
+            target norm of the mean, which `clip` approaches by clipping ranks' own gradients.
+        comm: The ranks.
+        names: Names of the parameters, which buckets refer to by position; the list may grow.
+        parameters: Tensors of which "auto" chooses by size.
+        owner: The adapter's name in messages.
+        sends: "gradients", or "updates" for an algorithm that selects.
+        native: Dense sums are left to the transport, if it has its own, when their mean is waited for.
+        withholds: Residuals wait of members whose gradient is all zeros.
+
+    Attributes:
+        taken: Steps so far. skipped: Those of them that were undone.
+        cut: A fact, as text: how parameters were cut into buckets, if ranks could differ in that.
+        shared: Another fact, about this step: values that ranks must share.
+        loaded: Another: whether a state was loaded, because residuals that only some ranks have loaded are lost on
+            others.
+        unclaimed: Error state of no lane, by kind and parameter: that was loaded, or whose bucket has been cut anew.
+        selection_seconds: Seconds so far on this rank, by the communicator's clock.
     """
 
     def __init__(
         self,
-        scheme: Scheme,
+        settings: Settings,
         comm: Communicator,
         names: Sequence[str],
-        settings: Settings,
+        parameters: Sequence[Tensor],
         *,
         owner: str,
+        sends: str = "gradients",
         native: bool = False,
         withholds: bool = False,
-        what: str = "gradient",
     ) -> None:
-        self.scheme, self.comm, self.names, self.what = scheme, comm, names, what
-        self.nonfinite, self.native, self._clip_norm = settings.nonfinite, native, settings.clip_norm
-        self._owner = owner if self._clip_norm is None else f"{owner} with clip_norm={self._clip_norm}"
-        self._withholds = withholds and bool(scheme.keeps)
+        self.settings, self.comm, self.names, self.native = settings, comm, names, native
+        self.sends, self.what = sends, sends.removesuffix("s")  # the second in messages
+        self.scheme, self.choice = choose_scheme(settings, comm, selects=sends == "updates", parameters=parameters)
+        self._owner = owner if settings.clip_norm is None else f"{owner} with clip_norm={settings.clip_norm}"
+        self._withholds = withholds and bool(self.scheme.keeps)
+        self.taken = self.skipped = 0
+        self._begins = True  # no step since parameters may have been loaded
         self.cut = self.shared = self.loaded = ""
         self._lanes: dict[int, Lane] = {}  # by first member
         self._open: list[Lane] = []  # those of this step, as they were first used in it
         self.unclaimed: dict[str, dict[str, Tensor]] = {kind: {} for kind in ERROR_STATE}
         self._states: dict[str, State] = {}  # of the algorithm, loaded, of no lane yet
-        self.totals_finite: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
-        self.dropped_finite: list[Tensor] = []
+        # whether total and dropped are finite, of this step, by bucket, 0-D bool: a GPU is asked at the step's end
+        self.flags: list[tuple[Tensor, Tensor]] = []
         self.selection_seconds = 0.0
         self.tally = Tally(comm.clock)
+
+    def said(self) -> str:
+        """Settings in use, as text that names them; all ranks share it but for the compressor's density."""
+        scheme = self.scheme
+        compressor = self.settings.compressor if scheme.selects else None
+        return self.settings.said(algorithm=scheme.name, wire=scheme.wire, compressor=compressor)
+
+    def facts(self) -> str:
+        """Settings that all ranks must share, as text."""
+        scheme = self.scheme
+        found = {"algorithm": scheme.name, "wire": scheme.wire, "compressor": None, "options": None}
+        return ", ".join([self.settings.said(**found), *scheme.settings])
+
+    def begin_step(self) -> None:
+        """Ends the last step, if nothing else has told that it is over, and sets the density before a first selection.
+
+        Raises the compressor's errors for an invalid density.
+        """
+        self.skipped += not self.commit_or_rollback()
+        if self.settings.density is not None:
+            self.settings.compressor.density = self.settings.density(self.taken)
+
+    def share(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+        """Makes facts of the step that begins, unless `verify` is 0: the first parameters, and the groups' settings."""
+        self.shared = ""
+        if self.settings.verify == 0 or not (self._begins or self.taken % GROUPS_EVERY == 0):
+            return
+        begun = ""
+        if self._begins:
+            digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
+            begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
+        self.shared = f" with {_shared_settings(optimizer)}{begun}"
+
+    def count_step(self, parameters: Mapping[str, Tensor]) -> None:
+        """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
+        self.taken, self._begins = self.taken + 1, False
+        verify = self.settings.verify
+        if verify and self.taken % verify == 0:
+            self.comm.atomic(lambda: refuse_unlike(parameters, self.comm))
 
     def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, of: int | None = None) -> None:
         """Clips this rank's gradients, which have the loss scale `scale`, in place before they are started.
@@ -77,9 +140,9 @@ class Exchange:
         of: elements of the whole model, if these are a part of it. Each part's norm is limited to √share of the limit,
         which limits the whole model's norm however it is spread over the parts (`clip_limit`).
         """
-        if self._clip_norm is not None:
+        if self.settings.clip_norm is not None:
             share = 1.0 if of is None else sum(flat.numel() for flat in flats) / of
-            clip_together(flats, scale * clip_limit(self._clip_norm, self.comm.size) * math.sqrt(share))
+            clip_together(flats, scale * clip_limit(self.settings.clip_norm, self.comm.size) * math.sqrt(share))
 
     def start(self, bucket: Bucket, flat: Tensor, *, scale: float = 1.0, of: int | None = None) -> Mean:
         """Starts one bucket: `flat`, 1-D, belongs to the exchange until its mean has been waited for.
@@ -100,7 +163,7 @@ class Exchange:
         mean = Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self.loaded}{self.cut}")
         if not self.native or sending.summed is None:
             mean.start()
-        self.tally.add(mean.work or mean, dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
+        self.tally.add(mean.work or mean.cost, dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
         return mean
 
     def open(self, bucket: Bucket) -> Lane:
@@ -109,7 +172,7 @@ class Exchange:
         if first in self._lanes and self._lanes[first].bucket == bucket:
             return self._lanes[first]
         for old in [one for one in self._lanes.values() if not set(one.bucket.members).isdisjoint(bucket.members)]:
-            if self.totals_finite:  # a skipped step could not be undone in other buckets
+            if self.flags:  # a skipped step could not be undone in other buckets
                 self.commit_or_rollback()
             for kind, found in self._by_parameter([old]).items():
                 self.unclaimed[kind].update(found)
@@ -121,10 +184,10 @@ class Exchange:
 
     def commit_or_rollback(self) -> bool:
         """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
-        if self.totals_finite and not bool(torch.stack(self.totals_finite).all()):
+        if not self.finite():
             self.undo()
             return False
-        dropped, self.totals_finite, self.dropped_finite = self.dropped_finite, [], []
+        dropped, self.flags = [flag for _, flag in self.flags], []
         if dropped and not bool(torch.stack(dropped).all()):
             raise unlawful(self._owner, self.comm.rank)
         for lane in self._open:
@@ -134,14 +197,14 @@ class Exchange:
 
     def finite(self) -> bool:
         """Whether all means of this step are finite so far, if steps may be skipped; does not end it."""
-        return not self.totals_finite or bool(torch.stack(self.totals_finite).all())
+        return not self.flags or bool(torch.stack([total for total, _ in self.flags]).all())
 
     def undo(self) -> None:
         """Ends a step that has failed, and takes back what it can."""
-        if self.nonfinite == "skip" or self.comm.elastic:
+        if self.settings.nonfinite == "skip" or self.comm.elastic:
             for lane in reversed(self._open):  # lanes share a compressor's state, which the first saw before the step
                 lane.rollback()
-        self._open, self.totals_finite, self.dropped_finite = [], [], []
+        self._open, self.flags = [], []
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -152,44 +215,101 @@ class Exchange:
             for member, shape in zip(lane.bucket.members, lane.bucket.shapes, strict=True)
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Error state by parameter, the algorithm's by bucket, and what the scheme's lanes share: references.
-
-        The algorithm's is a list, which torch.distributed.checkpoint loads as a whole.
-        """
-        states = self._states | {lane.key: lane.state for lane in self._lanes.values() if lane.state is not None}
-        return {**self.error_state(), "algorithm_state": list(states.items()), **self.scheme.state_dict()}
+    def stats(self) -> Stats:
+        """Costs and savings so far; see `communicators.Stats`."""
+        residuals = [lane.residual for lane in self._lanes.values() if lane.residual is not None]
+        squares = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals]
+        density = getattr(self.settings.compressor, "density", None) if self.scheme.selects else 1.0
+        found = {
+            "steps": self.taken,
+            "skipped": self.skipped,
+            **self.tally.numbers(),
+            "dense_steps_left": self.scheme.dense_steps_left,
+            "seconds_selecting": self.selection_seconds,
+            "residual_norm": math.sqrt(sum(squares)),
+            "density": None if density is None else float(density),
+        }
+        return Stats({name: number for name, number in found.items() if number is not None})
 
     def error_state(self) -> dict[str, dict[str, Tensor]]:
         """Error state by kind and parameter: references."""
         found = self._by_parameter(self._lanes.values())
         return {kind: {**self.unclaimed[kind], **found[kind]} for kind in ERROR_STATE}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces everything by copies of a state, but for another algorithm's own. ValueError before any change."""
-        if state["algorithm"] != self.scheme.name:
-            state = {**state, "algorithm_state": []}
-        refuse_nonfinite({kind: state[kind] for kind in ERROR_STATE})
-        error_state = {kind: {name: tensor.clone() for name, tensor in state[kind].items()} for kind in ERROR_STATE}
-        states = copy.deepcopy(dict(state["algorithm_state"]))
-        self.scheme.load_state_dict(state)
+    def state_dict(self, trained: Iterable[tuple[str, Tensor]] = ()) -> dict[str, Any]:
+        """This rank's state: references. trained: what learns, with zeros in the state where nothing is kept yet.
+
+        The algorithm's is by bucket, and a list, which torch.distributed.checkpoint loads as a whole.
+        """
+        states = self._states | {lane.key: lane.state for lane in self._lanes.values() if lane.state is not None}
+        return {
+            **saved_by(self.comm.rank, self.comm.size, RESHARD),
+            **({} if self.sends == "gradients" else {"sends": self.sends}),
+            "algorithm": self.scheme.name,
+            "skipped": self.skipped,
+            "steps": self.taken,
+            **complete(self.error_state(), self.scheme.keeps, trained),
+            "algorithm_state": list(states.items()),
+            **self.scheme.state_dict(),
+        }
+
+    def own(
+        self, state: Mapping[str, Any], shapes: Shapes, *, frozen: Shapes | None = None
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """This rank's part of a state, or of a gathered one, and what `load_state_dict` takes of that; changes nothing.
+
+        Raises TypeError or ValueError for one that does not fit. shapes: of what learns, {} if not known yet.
+        """
+        state, own = own_state(state, self.comm)
+        check_sent(own, self.sends)
+        if not self.scheme.keeps:
+            refuse_residuals(own["residuals"])
+            own |= {"residuals": {}, "velocities": {}}
+        elif shapes:
+            check_fit(own, shapes, frozen=frozen)
+        return state, own
+
+    def load_state_dict(self, own: Mapping[str, Any]) -> None:
+        """Goes on from copies of what `own` gave, but for another algorithm's own. ValueError before any change."""
+        if own["algorithm"] != self.scheme.name:
+            own = {**own, "algorithm_state": []}
+        refuse_nonfinite({kind: own[kind] for kind in ERROR_STATE})
+        error_state = {kind: {name: tensor.clone() for name, tensor in own[kind].items()} for kind in ERROR_STATE}
+        states = copy.deepcopy(dict(own["algorithm_state"]))
+        self.scheme.load_state_dict(own)
         self.unclaimed, self._states, lanes = error_state, states, list(self._lanes.values())
-        self._lanes, self._open, self.totals_finite, self.dropped_finite = {}, [], [], []
-        self.loaded = f" with a state of {state['steps']} steps loaded" if "steps" in state else " with a state loaded"
+        self._lanes, self._open, self.flags = {}, [], []
+        self.loaded = f" with a state of {own['steps']} steps loaded" if "steps" in own else " with a state loaded"
+        self.taken, self.skipped, self._begins = own.get("steps", 0), own.get("skipped", 0), True
         for lane in lanes:
             self.open(lane.bucket)
 
-    def stats(self) -> dict[str, float]:
-        """Total costs so far, by the names of `communicators.stats.Stats`."""
-        left = self.scheme.dense_steps_left
-        residuals = [lane.residual for lane in self._lanes.values() if lane.residual is not None]
-        squares = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals]
-        return {
-            **self.tally.numbers(),
-            **({} if left is None else {"dense_steps_left": left}),
-            "seconds_selecting": self.selection_seconds,
-            "residual_norm": math.sqrt(sum(squares)),
-        }
+    def shared_state(self) -> dict[str, Any]:
+        """State that a newcomer to an elastic group goes on from: all but this rank's residuals and velocities."""
+        shared = {"residuals": {}, "velocities": {}, "loaded": self.loaded, "selection": self._selection()}
+        return {**self.state_dict(), **shared, "begins": self._begins}
+
+    def load_shared(self, state: Mapping[str, Any]) -> None:
+        """Goes on from another rank's `shared_state`, with the facts of those that train.
+
+        Raises ValueError, on this rank alone, for another selection than theirs.
+        """
+        if (own := self._selection()) != state["selection"]:
+            self.comm.close()
+            raise ValueError(
+                f"this rank has come to a training with other settings or another model: that selects by "
+                f"{state['selection']}, this one by {own}; start it as those who train were started, with the density "
+                "that they have now"
+            )
+        self.load_state_dict(state)
+        self.loaded, self._begins = state["loaded"], state["begins"]
+
+    def _selection(self) -> str:
+        """Compressor and number of entries, as text; "" where nothing is selected, or a schedule says how much."""
+        if not self.scheme.selects or self.settings.density is not None:
+            return ""
+        numel, compressor = sum(shape.numel() for shape in self.shapes.values()), self.settings.compressor
+        return f"{type(compressor).__name__}, {compressor.entries(numel)} of {numel} elements"
 
     def _by_parameter(self, lanes: Iterable[Lane]) -> dict[str, dict[str, Tensor]]:
         """Error state of lanes, by parameter: views."""
@@ -220,8 +340,8 @@ class Exchange:
 class Mean:
     """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request.
 
-    work: the call that carries it; None: the transport's own sum does, once it is waited for. began, ended, bytes_sent:
-    of that sum, as a `Work` has them. lost: error of the start, where a rank of an elastic group had died by then.
+    work: the call that carries it; None: the transport's own sum does, once it is waited for. cost: of that sum, as a
+    `Work` has it. lost: error of the start, where a rank of an elastic group had died by then.
     """
 
     exchange: Exchange
@@ -229,9 +349,7 @@ class Mean:
     sending: Sending
     facts: str
     work: Work[Checked] | None = None
-    began: float = math.inf
-    ended: float | None = None
-    bytes_sent: int = 0
+    cost: Any = field(default_factory=lambda: SimpleNamespace(began=math.inf, ended=None, bytes_sent=0))
     mean: Tensor | None = None
     lost: CollectiveError | None = None
 
@@ -256,9 +374,8 @@ class Mean:
                 raise error
             with tracing.labelled("restore"):
                 self.mean, seen = self.lane.receive(self.sending, result)
-            if exchange.nonfinite == "skip":
-                exchange.totals_finite.append(all_finite(seen))
-                exchange.dropped_finite.append(all_finite(self.lane.values(result)[1]))
+            if exchange.settings.nonfinite == "skip":
+                exchange.flags.append((all_finite(seen), all_finite(self.lane.values(result)[1])))
         return self.mean
 
     def checked(self, schedule: Schedule[Any]) -> Schedule[Checked]:
@@ -267,108 +384,41 @@ class Mean:
         Where only what this rank keeps is not finite, the algorithm has hidden that: then all ranks' calls fail.
         """
         result = yield from schedule
-        exchange, sending, bucket = self.exchange, self.sending, self.lane.bucket
-        if exchange.nonfinite != "raise":
+        if self.exchange.settings.nonfinite != "raise":
             return result, None
         total, dropped = self.lane.values(result)
         if not bool(all_finite(total)):
-            return result, (yield from culprit(sending.suspect(), bucket, exchange.names, exchange.comm, exchange.what))
+            return result, (yield from self._culprit())
         if not bool(all_finite(dropped)):
-            raise unlawful(self.facts, exchange.comm.rank)
+            raise unlawful(self.facts, self.exchange.comm.rank)
         return result, None
+
+    def _culprit(self) -> Schedule[CollectiveError]:
+        exchange = self.exchange
+        return culprit(self.sending.suspect(), self.lane.bucket, exchange.names, exchange.comm, exchange.what)
 
     def _summed(self) -> Checked:
         """The plain sum, by the transport where it has one."""
         comm, device = self.exchange.comm, self.lane.bucket.device
-        self.began = comm.clock()
+        self.cost.began = comm.clock()
         total = comm.native_allreduce(cast(Tensor, self.sending.summed), facts=self.facts)
         outcome: Checked = total, None
         if total is None:
             work = start(self.checked(self.sending.schedule), comm, facts=self.facts, device=device)
-            outcome, self.bytes_sent = work.wait(), work.bytes_sent
+            outcome, self.cost.bytes_sent = work.wait(), work.bytes_sent
         else:
-            self.bytes_sent = 2 * total.nbytes * (comm.size - 1) // comm.size  # of the best dense allreduces
-            if self.exchange.nonfinite == "raise" and not bool(all_finite(total)):
-                outcome = run(self.checked(_done(total)), comm, facts=f"not finite: {self.facts}", device=device)
-        self.ended = comm.clock()
+            self.cost.bytes_sent = 2 * total.nbytes * (comm.size - 1) // comm.size  # of the best dense allreduces
+            if self.exchange.settings.nonfinite == "raise" and not bool(all_finite(total)):
+                outcome = total, run(self._culprit(), comm, facts=f"not finite: {self.facts}", device=device)
+        self.cost.ended = comm.clock()
         return outcome
 
 
-def _done(result: Any) -> Schedule[Any]:
-    """A schedule that has its result already."""
-    yield from ()
-    return result
-
-
-def wait_for_all(means: Iterable[Mean]) -> list[Tensor]:
-    """All means; raises the first error once all of them are over, so that none is under way after it."""
-    found, errors = [], []
-    for mean in means:
-        try:
-            found.append(mean.wait())
-        except CollectiveError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return found
-
-
-def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:
-    """Spans of members that are all zeros. For most others the first elements show that they are not."""
-    if not flat.is_cpu:  # one look for all of them, because each waits for the device
-        used = torch.stack([flat[span].any() for span in spans]).tolist()
-        return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
-    return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
-
-
-class Means:
-    """Cuts tensors into buckets, starts their exchange, together or bucket by bucket, and waits for all of them.
-
-    stands: whether the step that was exchanged last does; where not, it left no trace in the exchange.
-    """
-
-    def __init__(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
-        self.buckets, self.stands = buckets, True
-        self._exchange, self._numel = exchange, sum(bucket.numel for bucket in buckets)
-        self._flats = [empty_like(bucket) for bucket in buckets]
-        self._started: dict[int, Mean] = {}
-        for bucket in buckets:
-            exchange.open(bucket)
-
-    def start(self, tensors: Mapping[int, Tensor | None], positions: Iterable[int], *, clips: bool) -> None:
-        """Starts buckets, of tensors by member; gathers, and clips if asked to, before anything of them is sent."""
-        parts = {position: self.buckets[position].gather(tensors, out=self._flats[position]) for position in positions}
-        if clips:
-            self._exchange.clip(list(parts.values()), of=self._numel)
-        for position, flat in parts.items():
-            self._started[position] = self._exchange.start(self.buckets[position], flat)
-
-    def after(self, start: Callable[[], None], undo: Callable[[], object] = lambda: None) -> list[Tensor]:
-        """Calls `start`, which starts the remaining buckets, and ends the step; returns the means by bucket.
-
-        Where a rank of an elastic group dies, lanes are rolled back, and `start` is called again: it starts all buckets
-        then. undo: takes back what else `start` has changed.
-        """
-
-        def exchanged() -> list[Tensor]:
-            start()
-            self._exchange.tally.waiting_since = self._exchange.comm.clock()
-            started, self._started = self._started, {}
-            return wait_for_all(started[position] for position in sorted(started))
-
-        def take_back() -> None:
-            self._exchange.undo()
-            undo()
-
-        try:
-            means = self._exchange.comm.atomic(exchanged, take_back)
-            self.stands = self._exchange.commit_or_rollback()
-        except Exception:
-            self._exchange.undo()
-            raise
-        return means
-
-    def put(self, means: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Writes the means into tensors by member."""
-        for mean, bucket in zip(means, self.buckets, strict=True):
-            bucket.scatter(mean, tensors)
+def _shared_settings(optimizer: Optimizer) -> str:
+    """`SHARED` settings of all parameter groups, as a fact, in plain numbers: a tensor's text is rounded."""
+    groups = [[(name, group[name]) for name in SHARED if group.get(name)] for group in optimizer.param_groups]
+    said = [
+        ", ".join(f"{name} {torch.as_tensor(value, dtype=torch.float64).tolist()}" for name, value in group)
+        for group in groups
+    ]
+    return f"parameter groups of {'; '.join(said)}"

@@ -147,6 +147,14 @@ def spans_of(bucket: Bucket) -> list[slice]:
     return [slice(*edge) for edge in pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))]
 
 
+def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:
+    """Spans of members that are all zeros. For most others the first elements show that they are not."""
+    if not flat.is_cpu:  # one look for all of them, because each waits for the device
+        used = torch.stack([flat[span].any() for span in spans]).tolist()
+        return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
+    return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
+
+
 def empty_like(bucket: Bucket) -> Tensor:
     """Flat tensor in which a bucket accumulates: float32, or the bucket's dtype where that is wider."""
     dtype = torch.promote_types(bucket.dtype, torch.float32)

@@ -20,14 +20,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
+from replicas import restored
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from data_parallel.exchange import Exchange
+from data_parallel.watching import watch
 
 LOOKS = 100
 """First steps whose backwards are watched in ahead(): a regulariser may have a backward at every 16th only."""
@@ -58,7 +58,7 @@ class ErrorLookahead:
         self.now = False
         self._used = self._warned = self._made = self._told = False
         self._looks = LOOKS
-        self._unwatch: weakref.finalize[..., Any] | None = None  # removes the hooks
+        self._hooks: list[weakref.finalize[..., Any]] = []  # each removes its own
         self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
 
     @contextmanager
@@ -80,7 +80,7 @@ class ErrorLookahead:
                 f"{written[0]!r} was written to inside ahead(), which is undone: load, clamp or change parameters "
                 "outside, where they are those of all ranks"
             )
-        if computes and not self._made and not self._told and self._unwatch is not None and self._unwatch.alive:
+        if computes and not self._made and not self._told and any(remove.alive for remove in self._hooks):
             self._told = True
             warnings.warn(NONE, stacklevel=3)
 
@@ -95,8 +95,9 @@ class ErrorLookahead:
         self._looks -= used
         warns = density < 1 and not self._warned and (outside or not used)
         self._warned |= warns
-        if self._unwatch is not None and (self._warned or self._looks <= 0):
-            self._unwatch()
+        if self._warned or self._looks <= 0:
+            for remove in self._hooks:
+                remove()
         if warns:
             warnings.warn(BOTH if used else LATE.format(density=density, wait=1 / density), stacklevel=5)
         return self._moved if used else nullcontext
@@ -118,13 +119,10 @@ class ErrorLookahead:
 
     def _watch(self) -> None:
         """Sets hooks that run before and after autograd adds to a gradient, until all is known or this object dies."""
-        if self._unwatch is not None or self._warned:
-            return
-        handles, adds, added = [], weakref.WeakMethod(self.adds), weakref.WeakMethod(self.added)
-        for member, p in enumerate(self._parameters):
-            handles.append(p.register_hook(partial(_tell, adds, member)))  # type: ignore[no-untyped-call]
-            handles.append(p.register_post_accumulate_grad_hook(partial(_tell, added, member)))  # type: ignore[no-untyped-call]
-        self._unwatch = weakref.finalize(self, _remove, handles)
+        if not self._hooks and not self._warned:
+            members = dict(enumerate(self._parameters))
+            self._hooks = [watch(self, members, ErrorLookahead.adds, before=True)]
+            self._hooks += [watch(self, members, ErrorLookahead.added)]
 
     def _given(self) -> list[tuple[int, int] | None]:
         """Snapshot of the gradients in which a change of them shows."""
@@ -132,32 +130,19 @@ class ErrorLookahead:
 
     @contextmanager
     def _moved(self) -> Iterator[None]:
-        shared = [p.detach().clone() for p in self._parameters]
         residuals, share = self._exchange.error_state()["residuals"], self._share()
-        with torch.no_grad():
-            for name, p in zip(self._names, self._parameters, strict=True):
-                if name in residuals:
-                    p.add_(residuals[name].to(p.dtype), alpha=share)
-        self.now = True
-        try:
-            yield
-        finally:
-            self.now = False
+        with restored(self._parameters):
             with torch.no_grad():
-                torch._foreach_copy_(self._parameters, shared)
+                for name, p in zip(self._names, self._parameters, strict=True):
+                    if name in residuals:
+                        p.add_(residuals[name].to(p.dtype), alpha=share)
+            self.now = True
+            try:
+                yield
+            finally:
+                self.now = False
 
 
 def _nodes() -> int:
     """Number of autograd nodes that this thread has made; a forward under no_grad makes none."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-
-def _tell(ahead: weakref.WeakMethod[Any], member: int, _: Tensor) -> None:
-    """Hook of a parameter; holds only a weak reference, so it keeps nothing alive."""
-    if (look := ahead()) is not None:
-        look(member)
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
-from data_parallel.exchange import Means
+from data_parallel.exchange import Exchange
+from data_parallel.means import Means
 from data_parallel.optimizer_watch import OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, check_count, fixed
 from data_parallel.state_dict import RESHARD, check_groups
-from data_parallel.training import Training
 from data_parallel.uneven import Shadow, group_for_join
 
 INSTEAD = "Wrap it in an UpdateOptimizer, and make gradients inside `with optimizer.ahead():`"
@@ -61,8 +61,8 @@ class ExchangingOptimizer(Wrapping):
         self._sent = dict(reversed(self.trained.items()) if overlap else self.trained.items())
         self._trained, owner = list(self._sent.values()), type(self).__name__
         sent = list(self._sent), list(self.trained.values())
-        self._training = Training(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
-        self._exchange, self._group, self._accumulates = self._training.exchange, comm, False
+        self._exchange = Exchange(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
+        self._accumulates = False
         self._shadow: Shadow | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -73,17 +73,17 @@ class ExchangingOptimizer(Wrapping):
     def __repr__(self) -> str:
         """Settings, of the wrapped optimizer too."""
         ranks = f"rank {self.comm.rank} of {self.comm.size}"
-        return f"{type(self).__name__}({self._training.said()}, {ranks}, {self.optimizer!r})"
+        return f"{type(self).__name__}({self._exchange.said()}, {ranks}, {self.optimizer!r})"
 
     @property
     def choice(self) -> Choice | None:
         """Choice of "auto", with its reason; None if the algorithm was named."""
-        return self._training.choice
+        return self._exchange.choice
 
     @property
     def compressor(self) -> Compressor:
         """Compressor that selects the entries to send."""
-        compressor: Compressor = self._training.settings.compressor
+        compressor: Compressor = self._exchange.settings.compressor
         return compressor
 
     @property
@@ -94,7 +94,7 @@ class ExchangingOptimizer(Wrapping):
     @property
     def skipped(self) -> int:
         """Number of steps that nonfinite="skip" left out."""
-        return self._training.skipped
+        return self._exchange.skipped
 
     def stats(self) -> Stats:
         """Costs and savings of training on this rank since the optimizer was made; needs no communication.
@@ -108,7 +108,7 @@ class ExchangingOptimizer(Wrapping):
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
         """
-        return self._training.stats()
+        return self._exchange.stats()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes the step of all ranks: exchanges, unless that is done, and moves the parameters.
@@ -135,7 +135,7 @@ class ExchangingOptimizer(Wrapping):
                     loss = closure()
         self._unscale(getattr(self, "grad_scale", None))
         self._take_step()
-        self._training.count_step(self.named)
+        self._exchange.count_step(self.named)
         self.let_in()
         return loss
 
@@ -155,7 +155,7 @@ class ExchangingOptimizer(Wrapping):
         """
         if kwargs:
             raise TypeError(f"Join was given {sorted(kwargs)}, but means are over all ranks, as ever: leave it out")
-        group_for_join(self._group)
+        group_for_join(self._given)
         self._shadow = Shadow(self)
         return self._shadow
 
@@ -167,7 +167,7 @@ class ExchangingOptimizer(Wrapping):
     @property
     def join_process_group(self) -> Any:
         """Process group that `Join` uses."""
-        return group_for_join(self._group)
+        return group_for_join(self._given)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
@@ -178,9 +178,8 @@ class ExchangingOptimizer(Wrapping):
             RuntimeError: Amid a step, of which what is under way belongs to neither side.
         """
         self._refuse_mid_step("state_dict()")
-        training = self._training
-        own = training.state(self._sent.items())
-        return self.state_with(own, stepped=training.taken > training.skipped)
+        exchange = self._exchange
+        return self.state_with(exchange.state_dict(self._sent.items()), stepped=exchange.taken > exchange.skipped)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken, with the same bits.
@@ -196,21 +195,21 @@ class ExchangingOptimizer(Wrapping):
             RuntimeError: Gradients are under way.
         """
         self.refuse_to_load()
-        state_dict, own = self._training.own(state_dict, {name: p.shape for name, p in self._sent.items()})
+        state_dict, own = self._exchange.own(state_dict, {name: p.shape for name, p in self._sent.items()})
         wrapped = check_loaded({key: held for key, held in state_dict.items() if key != STATE_KEY}, own.get("wrapped"))
         check_groups(wrapped, self.optimizer)
         self._load(own, wrapped)
         self.optimizer.load_state_dict(wrapped)
 
     def shared_state(self) -> dict[str, Any]:
-        return self._training.shared_state()
+        return self._exchange.shared_state()
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        self._training.load_shared(state)
+        self._exchange.load_shared(state)
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
         """Loads the exchange's part. wrapped: the optimizer's, which is loaded next."""
-        self._training.load(own)
+        self._exchange.load_state_dict(own)
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         """Context of a step's closure, if it has one; refuses a step that cannot be taken."""
@@ -236,9 +235,9 @@ class ExchangingOptimizer(Wrapping):
         self.check_exchange()
 
     def _begin_exchange(self) -> None:
-        self._training.begin_step()
+        self._exchange.begin_step()
         if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
-            self._training.share(self.named, self.optimizer)
+            self._exchange.share(self.named, self.optimizer)
 
     def _refuse_no_sync(self, what: str) -> None:
         if self._accumulates:
@@ -311,18 +310,16 @@ class DistributedOptimizer(ExchangingOptimizer):
         if not isinstance(overlap, bool):
             raise TypeError(f"overlap is {overlap!r}, expected True or False")
         super().__init__(optimizer, named_parameters, comm, checked, sends="gradients", overlap=overlap)
-        self._synchronized = False
-        self._watch: OptimizerWatch | None = None
-        if self._training.scheme.selects:
-            self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
+        self._synchronized, self._overlaps = False, overlap
+        self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
+        if self._exchange.scheme.selects:
             self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
-        self._overlap = (
-            BackwardOrder(self._trained, buckets, self._start, lambda: self._accumulates) if overlap else None
-        )
-        take_over(optimizer, self._overlap)
+        watched = (self._trained, buckets) if overlap else ([], [])
+        self._order = BackwardOrder(*watched, self._start, lambda: self._accumulates)
+        take_over(optimizer, self._order)
         self._means = Means(self._exchange, buckets)
-        self.start_alike(f"{self._training.facts()}, {bucket_bytes=}, {overlap=}")
+        self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}, {overlap=}")
         self.enter()
 
     def synchronize(self) -> None:
@@ -339,7 +336,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         if self._synchronized and self._means.stands:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
         self._begin_step()
-        changed = [] if self._overlap is None else self._overlap.changed()
+        changed = self._order.changed()
         means = self._means.after(self._start_all)
         if changed:
             raise RuntimeError(CHANGED.format(name=list(self._sent)[changed[0]]))
@@ -349,8 +346,8 @@ class DistributedOptimizer(ExchangingOptimizer):
         gradients = [p.grad for p in self._trained if p.grad is not None]
         self._means.put(means, gradients)
         self._synchronized = True
-        if self._watch is not None:
-            self._watch.note(self._trained, gradients, self._training.taken)
+        if self._exchange.scheme.selects:
+            self._watch.note(self._trained, gradients, self._exchange.taken)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients like torch.optim.Optimizer.zero_grad, and forgets that `synchronize` was called.
@@ -363,19 +360,14 @@ class DistributedOptimizer(ExchangingOptimizer):
         Raises:
             RuntimeError: Gradients are under way.
         """
-        if self._under_way:
+        if self._order.under_way:
             raise RuntimeError(
                 "zero_grad() while gradients are under way: call step(), or, to throw their mean away, synchronize() "
                 "and then zero_grad(), on every rank; what was not selected stays in the residuals for later steps"
             )
-        if self._overlap is not None:
-            self._overlap.reset()
+        self._order.reset()
         self._synchronized = False
         super().zero_grad(set_to_none)
-
-    @property
-    def _under_way(self) -> bool:
-        return self._overlap is not None and self._overlap.under_way
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         if closure and self._synchronized:
@@ -383,9 +375,9 @@ class DistributedOptimizer(ExchangingOptimizer):
         return nullcontext()
 
     def _unscale(self, scale: Tensor | None) -> None:
-        if self._overlap is not None and scale is not None:
+        if self._overlaps and scale is not None:
             raise RuntimeError(SCALED.format(what="step() hands over its scale"))
-        if self._overlap is not None and hasattr(self, "found_inf") and not self._synchronized:  # unscaled in vain
+        if self._overlaps and hasattr(self, "found_inf") and not self._synchronized:  # unscaled in vain
             raise RuntimeError(SCALED.format(what="unscale_()"))
         if scale is not None and self._synchronized:
             raise RuntimeError("synchronize() met scaled gradients: call scaler.unscale_(optimizer) before it")
@@ -396,10 +388,9 @@ class DistributedOptimizer(ExchangingOptimizer):
             self.synchronize()
         if self._means.stands:
             self.optimizer.step()
-            if self._watch is not None:
-                self._watch.look(self.optimizer)
+            self._watch.look(self.optimizer)
         else:
-            self._training.skipped += 1
+            self._exchange.skipped += 1
         self._synchronized = False
 
     def _start(self, position: int) -> None:
@@ -412,9 +403,9 @@ class DistributedOptimizer(ExchangingOptimizer):
 
     def _start_all(self) -> None:
         """Starts the exchange of all buckets that backward has not started."""
-        if self._overlap is not None:
-            self._overlap.start_rest()
-            self._overlap.reset()
+        if self._overlaps:
+            self._order.start_rest()
+            self._order.reset()
             return
         self._begin_exchange()
         self._start_buckets(range(len(self._means.buckets)))
@@ -430,11 +421,11 @@ class DistributedOptimizer(ExchangingOptimizer):
         self._means.start(gradients, positions, clips=True)
 
     def _refuse_mid_step(self, what: str) -> None:
-        if self._synchronized or self._under_way:
+        if self._synchronized or self._order.under_way:
             raise RuntimeError(f"{what} while a step is under way: call it after step()")
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
-        if self._under_way:
+        if self._order.under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         super()._load(own, wrapped)
         self._synchronized = False

@@ -101,7 +101,10 @@ class OptimizerWatch:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(id(p) in self.awaited and p.grad is not None for p in parameters):
-            self._look_for_ranks()
+            group = default_group()
+            if group is not None and group.size() > 1:
+                self.awaited.clear()
+                self.say(NOT_REGISTERED.format(size=group.size()), stacklevel=5)
         if held := [p for p in parameters if p in self.given]:
             self.say(self.judgement(optimizer), stacklevel=5)
             noted = [(p.grad, norm) for p in held if (norm := self.given.pop(p)) is not None and p.grad is not None]
@@ -125,12 +128,6 @@ class OptimizerWatch:
             self._said.add(text)
             warnings.warn(text, stacklevel=stacklevel)
 
-    def _look_for_ranks(self) -> None:
-        group = default_group()
-        if group is not None and group.size() > 1:
-            self.awaited.clear()
-            self.say(NOT_REGISTERED.format(size=group.size()), stacklevel=6)
-
 
 def too_short(optimizer: Optimizer, ranks: int) -> str | None:
     """Warning about an optimizer whose own updates on several ranks are too short; None for any other."""
@@ -148,8 +145,7 @@ def _hooked() -> Any:
     return register_optimizer_step_post_hook(_stepped)
 
 
-def _stepped(optimizer: Optimizer, *given: Any) -> None:
-    del given
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
     for watch in list(_WATCHES):
         watch.look(optimizer)
 

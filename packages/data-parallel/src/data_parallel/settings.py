@@ -103,15 +103,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         schedule = self.density if callable(self.density) else None
-        for name, value in (
-            ("compressor", _compressor(self.compressor, self.density)),
-            ("density", schedule),
-            ("momentum", arguments.number(self.momentum, "momentum", "0 ≤ momentum < 1", lambda value: 0 <= value < 1)),
-            ("clip_norm", _clip_norm(self.clip_norm)),
-            ("dense_below", check_count("dense_below", self.dense_below, "elements", least=0) or 0),
-            ("verify", check_count("verify", self.verify, "steps", least=0)),
-        ):
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            compressor=_compressor(self.compressor, self.density),
+            density=schedule,
+            momentum=arguments.number(self.momentum, "momentum", "0 ≤ momentum < 1", lambda value: 0 <= value < 1),
+            clip_norm=_clip_norm(self.clip_norm),
+            dense_below=check_count("dense_below", self.dense_below, "elements", least=0) or 0,
+            verify=check_count("verify", self.verify, "steps", least=0),
+        )
         for name, value, example in (("wire", self.wire, "fp32"), ("nonfinite", self.nonfinite, "raise")):
             if not isinstance(value, str):
                 raise TypeError(f"{name} is {value!r}, expected text such as {example!r}")
@@ -131,11 +130,6 @@ class Settings:
             raise ValueError(f"dense_below={self.dense_below} is for algorithms that select; this one sends all whole")
 
     @property
-    def is_auto(self) -> bool:
-        """Whether the algorithm is chosen by measuring the ranks."""
-        return isinstance(self.algorithm, str) and self.algorithm == "auto"
-
-    @property
     def may_select(self) -> bool:
         """Whether the algorithm selects entries, or may turn out to."""
         return self.entry is None or (isinstance(self.entry, Algorithm) and self.entry.selects)
@@ -152,11 +146,11 @@ class Settings:
 
     @cached_property
     def entry(self) -> Algorithm | DenseCompressor | None:
-        """The algorithm with its options; None for "auto".
+        """The algorithm with its options, without the wire; None for "auto", which is chosen by measuring the ranks.
 
         Raises TypeError or ValueError for settings that do not fit the algorithm, or would have no effect.
         """
-        if self.is_auto:
+        if self.algorithm == "auto":
             if self.options:
                 given = dict(self.options)
                 raise ValueError(f'algorithm="auto" chooses options too, but {given} was given: name their algorithm')
@@ -177,7 +171,8 @@ class Settings:
         if entry.selects:
             if entry.prescribes:
                 self._check_compressor(f"{entry.name} prescribes its selection")
-            return resolve(self.algorithm, self.options, wire=self.wire)
+            resolve(entry, wire=self.wire)
+            return entry
         self._check_selects_nothing(entry.name)
         if self.wire not in DENSE_WIRES:
             raise ValueError(f"wire is {self.wire!r}, expected for a dense sum one of {', '.join(DENSE_WIRES)}")

@@ -9,6 +9,7 @@ exchange after every step, and without its decay of the residuals, which would l
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +23,11 @@ from torch.optim import LBFGS, Optimizer
 
 from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by, without_looks
 from data_parallel.backward_order import take_over
-from data_parallel.exchange import Means
 from data_parallel.lookahead import ErrorLookahead
+from data_parallel.means import Means
 from data_parallel.optimizer import ExchangingOptimizer
 from data_parallel.optimizer_watch import too_short
 from data_parallel.rates import ByRates
-from data_parallel.rewind import remembered
 from data_parallel.settings import ExchangeSettings, Settings, check_count
 
 
@@ -102,7 +102,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
         self._open()
-        self.start_alike(f"{self._training.facts()}, {bucket_bytes=}{self._rates.facts}")
+        self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}{self._rates.facts}")
         self.enter()
 
     @property
@@ -161,13 +161,13 @@ class UpdateOptimizer(ExchangingOptimizer):
     def _take_step(self) -> None:
         self._begin_step()
         self._cut_by_rates()
-        where = self._lookahead.for_step(self._training.settings.last_density)
+        where = self._lookahead.for_step(self._exchange.settings.last_density)
         self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
         updates, undo = list[Tensor](), self._as_now()
 
         def start() -> None:
             self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
-            self._step_correction.look(self._trained, self._training.taken)
+            self._step_correction.look(self._trained, self._exchange.taken)
             with where():
                 updates[:] = updates_of(self.optimizer, self._trained)
                 self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
@@ -176,7 +176,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         means = self._means.after(start, undo)
         if not self._means.stands:
             undo()
-            self._training.skipped += 1
+            self._exchange.skipped += 1
             return
         self._means.put(means, updates)
         with torch.no_grad():
@@ -184,7 +184,7 @@ class UpdateOptimizer(ExchangingOptimizer):
 
     def _as_now(self) -> Callable[[], None]:
         """Function that takes back what a step changes before its updates are exchanged, if it may have to."""
-        settings, elastic = self._training.settings, self.comm.elastic
+        settings, elastic = self._exchange.settings, self.comm.elastic
         if settings.nonfinite != "skip" and not elastic:
             return lambda: None
         undo, noise = remembered(self.optimizer), self._step_correction.state_dict()
@@ -233,3 +233,32 @@ def updates_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tenso
 def _only_nonfinite(p: Tensor) -> Tensor:
     update = torch.zeros_like(p, requires_grad=False)
     return update if p.grad is None else update.masked_fill_(~p.grad.isfinite(), torch.nan)
+
+
+def remembered(optimizer: Optimizer) -> Callable[[], None]:
+    """Function that restores, bit for bit, the optimizer's present state and its groups' settings.
+
+    Writes into the same tensors, each time that it is called. An optimizer's own attributes are not restored. Memory: a
+    copy of the state.
+    """
+    state = {p: _copied(kept) for p, kept in optimizer.state.items()}
+    groups = [_copied({name: v for name, v in group.items() if name != "params"}) for group in optimizer.param_groups]
+
+    def bring_back() -> None:
+        optimizer.state.clear()
+        optimizer.state.update({p: _restored(kept) for p, kept in state.items()})
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+            group.update(_restored(kept))
+
+    return bring_back
+
+
+def _copied(kept: Any) -> dict[str, tuple[Any, Any]]:
+    """Each object by name, with a copy of its content."""
+    return {name: (v, v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v)) for name, v in kept.items()}
+
+
+def _restored(kept: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    return {
+        name: v.copy_(before) if isinstance(v, Tensor) else copy.deepcopy(before) for name, (v, before) in kept.items()
+    }

@@ -127,9 +127,9 @@ def restored(tensors: Sequence[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, own, strict=True):
-                tensor.copy_(value)
+        if own:
+            with torch.no_grad():
+                torch._foreach_copy_(list(tensors), own)
 
 
 def _replace(tensors: Sequence[Tensor], comm: Communicator, facts: str, *, averages: bool) -> None:

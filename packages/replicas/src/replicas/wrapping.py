@@ -132,24 +132,23 @@ class Wrapping(Optimizer):
         self._comm.claim(self, anew=True)
         if self._comm.joining:
             self._take_over(self._comm.take())
-            return
-        self._admits = True  # of at_least ranks some may die in here
-        if not broadcast:
-            facts = f"{self.what}({settings}, broadcast=False)"
+        else:
+            self._admits = True  # of at_least ranks some may die in here
+            self._comm.atomic(partial(self._copy if broadcast else self._compare, settings))
 
-            def compared() -> None:
-                run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
-                refuse_unlike(self.named, self._comm)
+    @property
+    def _buffers(self) -> list[Tensor]:
+        return [] if self._model is None else list(self._model.buffers())
 
-            self._comm.atomic(compared)
-            return
-        buffers = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
+    def _copy(self, settings: str) -> None:
+        broadcast_parameters(self.named, self._comm, what=self.what, settings=settings)
+        buffers = [buffer for buffer in self._buffers if buffer.numel()]
+        broadcast_tensors(buffers, self._comm, facts=f"buffers of {self.what}")
 
-        def copy() -> None:
-            broadcast_parameters(self.named, self._comm, what=self.what, settings=settings)
-            broadcast_tensors(buffers, self._comm, facts=f"buffers of {self.what}")
-
-        self._comm.atomic(copy)
+    def _compare(self, settings: str) -> None:
+        facts = f"{self.what}({settings}, broadcast=False)"
+        run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
+        refuse_unlike(self.named, self._comm)
 
     def let_in(self, *, at_once: bool = False) -> None:
         """Opens an elastic group for ranks that come and go, at the end of a step; every rank calls it there.
@@ -214,7 +213,7 @@ class Wrapping(Optimizer):
         return {
             "alike": self._alike,
             "parameters": {name: p.detach() for name, p in self.named.items()},
-            "buffers": [] if self._model is None else list(self._model.buffers()),
+            "buffers": self._buffers,
             "wrapped": wrapped,
             "held": held,
             "own": self.shared_state(),
@@ -229,7 +228,7 @@ class Wrapping(Optimizer):
                 f"this rank has come to a training with other settings or another model: that is {given['alike']}, "
                 f"this one {self._alike}; start it as those who train were started"
             )
-        own = [*self.named.values(), *([] if self._model is None else self._model.buffers())]
+        own = [*self.named.values(), *self._buffers]
         with torch.no_grad():
             for tensor, value in zip(own, [*given["parameters"].values(), *given["buffers"]], strict=True):
                 tensor.copy_(value)
@@ -408,9 +407,8 @@ def _tell(apart: list[int], what: str) -> None:
         )
 
 
-def _share_again(wrapping: weakref.ref[Wrapping], optimizer: Optimizer) -> None:
+def _share_again(wrapping: weakref.ref[Wrapping], _: Optimizer) -> None:
     """Shares again after the wrapped optimizer loaded a state. It must not keep a wrapper alive that was replaced."""
-    del optimizer
     living = wrapping()
     if living is not None:
         living._share()

@@ -7,13 +7,13 @@ twice. So only the new part may be exchanged.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Sequence
-from functools import partial
 
 import torch
 from communicators import Bucket
 from torch import Tensor
+
+from data_parallel.watching import watch
 
 
 class Buckets:
@@ -91,10 +91,10 @@ class Accumulated:
                 if (base := self._base(member, view)) is not None:
                     held.append((position, base))
                     view.sub_(base)
-        for member, p in zip(bucket.members, parameters, strict=True):
-            if member not in self._parameters:
-                self._parameters[member] = p
-                p.register_hook(partial(_before_adding, weakref.ref(self), member))  # type: ignore[no-untyped-call]
+        new = {m: p for m, p in zip(bucket.members, parameters, strict=True) if m not in self._parameters}
+        if new:
+            self._parameters |= new
+            watch(self, new, Accumulated._look, before=True)
         self._holding.update(bucket.members)
         self._seen &= not last
         return held
@@ -114,26 +114,21 @@ class Accumulated:
             )
         return view.clone()
 
-
-@torch.no_grad()
-def _before_adding(watching: weakref.ref[Accumulated], member: int, gradient: Tensor) -> None:
-    """Hook of a parameter; does nothing once the state that set it is gone."""
-    del gradient
-    if (accumulated := watching()) is None:
-        return
-    accumulated._seen = True
-    holding, bases, doubtful = accumulated._holding, accumulated.bases, accumulated._doubtful
-    if member not in holding and member not in bases:
-        return
-    old = accumulated._parameters[member].grad
-    if old is None or ((old.is_cpu or member in bases) and not bool(old.any())):
-        holding.discard(member)
-        bases.pop(member, None)
-        doubtful.update(bases)
-    elif member in holding:
-        holding.discard(member)
-        bases[member] = old.detach().clone()
-    doubtful.discard(member)
+    @torch.no_grad()
+    def _look(self, member: int) -> None:
+        """Looks at what p.grad holds, before autograd adds to it."""
+        self._seen = True
+        if member not in self._holding and member not in self.bases:
+            return
+        old = self._parameters[member].grad
+        if old is None or ((old.is_cpu or member in self.bases) and not bool(old.any())):
+            self._holding.discard(member)
+            self.bases.pop(member, None)
+            self._doubtful.update(self.bases)
+        elif member in self._holding:
+            self._holding.discard(member)
+            self.bases[member] = old.detach().clone()
+        self._doubtful.discard(member)
 
 
 def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:

@@ -22,12 +22,11 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, b
 
 from data_parallel.ddp.buckets import Accumulated, Buckets
 from data_parallel.ddp.saved_layout import SavedBucketLayout
-from data_parallel.exchange import Mean
-from data_parallel.hsdp.backward import at_the_end
+from data_parallel.exchange import Exchange, Mean
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD
-from data_parallel.training import Training
+from data_parallel.watching import at_the_end
 
 OWNER = "a DDP hook"
 INSTEAD = (
@@ -115,7 +114,7 @@ class SparseHookState:
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
         named = list(named_parameters)
         check_named_parameters(named)
-        if checked.is_auto and not any(p.numel() for _, p in named):
+        if checked.entry is None and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if checked.clip_norm is not None and not named:
             raise ValueError("clip_norm is shared out among buckets by the size of the model: give named_parameters")
@@ -131,7 +130,7 @@ class SparseHookState:
         self._parameters = dict(named)
         self._buckets, self._accumulated, self._now = Buckets(named, known), Accumulated(), _Backward()
         self._at_the_end = at_the_end()
-        self._training: Training | None = None
+        self._exchange: Exchange | None = None
         self._world: Any = None  # the default group when the ranks were looked up
         self._waiting: dict[str, Any] | None = kept  # until its ranks are looked up
         self._watch = OptimizerWatch("SparseHookState", INSTEAD, settings, compares=grad_scaler is None)
@@ -164,7 +163,7 @@ class SparseHookState:
             "grad_scaler": self._grad_scaler,
             "named": list(self._parameters.items()),
             "known": list(self._buckets.parameters.items()),
-            "kept": self._waiting if self._training is None else self.state_dict(),
+            "kept": self._waiting if self._exchange is None else self.state_dict(),
         }
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -174,10 +173,10 @@ class SparseHookState:
 
     def __repr__(self) -> str:
         """Settings; measures nothing, so "auto" is shown as such until it has chosen."""
-        training = self._training
-        if training is None:
+        exchange = self._exchange
+        if exchange is None:
             return f"SparseHookState({self._settings.said()}, no group yet)"
-        return f"SparseHookState({training.said()}, rank {training.comm.rank} of {training.comm.size})"
+        return f"SparseHookState({exchange.said()}, rank {exchange.comm.rank} of {exchange.comm.size})"
 
     @property
     def comm(self) -> Communicator:
@@ -209,9 +208,9 @@ class SparseHookState:
         state is empty, and nothing would be loaded. DCP merges equal keys of the ranks, so the key holds the rank:
         dcp.save({f"hook {rank}": state}), dcp.load({f"hook {rank}": state}).
         """
-        training, names, now = self._ready(), self._buckets.names, self._now
-        training.skipped += not training.exchange.commit_or_rollback()
-        own = training.state((name, p) for name, p in self._parameters.items() if p.requires_grad)
+        exchange, names, now = self._ready(), self._buckets.names, self._now
+        exchange.skipped += not exchange.commit_or_rollback()
+        own = exchange.state_dict((name, p) for name, p in self._parameters.items() if p.requires_grad)
         layout = [[names[member] for member in bucket.members] for bucket in now.cut]
         return {STATE_KEY: {**own, "buckets": layout or (now.saved.layout if now.saved is not None else [])}}
 
@@ -242,16 +241,16 @@ class SparseHookState:
                 for, or that a dense sum has no use for. Where neither is known yet, without `named_parameters` and
                 before the first step, residuals that are left over are an error of the first backward.
         """
-        training = self._ready()
+        exchange = self._ready()
         own = state_dict.get(STATE_KEY) if isinstance(state_dict, Mapping) else None
         several = isinstance(own, Mapping) and own.get("world_size", 1) != 1
-        if several and training.comm.size == 1 and self._only_looked(training):
+        if several and exchange.comm.size == 1 and self._only_looked(exchange):
             raise RuntimeError("load_state_dict() before there is a process group: call it after init_process_group()")
         trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p.shape for name, p in self._parameters.items() if not p.requires_grad}
-        _, own = training.own(state_dict, trained or training.exchange.shapes, frozen=frozen)
+        _, own = exchange.own(state_dict, trained or exchange.shapes, frozen=frozen)
         saved = SavedBucketLayout(own.get("buckets", []))
-        training.load(own)
+        exchange.load_state_dict(own)
         self._now = _Backward(saved=saved if saved.layout else None)
 
     def stats(self) -> Stats:
@@ -266,9 +265,9 @@ class SparseHookState:
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
         """
-        if self._training is None:  # before the first step: the ranks are not looked up for this
+        if self._exchange is None:  # before the first step: the ranks are not looked up for this
             return Stats({"steps": 0, "skipped": 0})
-        return self._training.stats()
+        return self._exchange.stats()
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer.
@@ -285,14 +284,14 @@ class SparseHookState:
             ValueError: DDP brings a parameter that is not among `named_parameters`.
             CollectiveError: What was exchanged before has failed.
         """
-        training = self._begin() if bucket.index() == 0 else self._ready()
+        exchange = self._begin() if bucket.index() == 0 else self._ready()
         now, flat, parameters, last = self._now, bucket.buffer(), bucket.parameters(), bucket.is_last()
         if flat.layout != torch.strided:
             raise TypeError(f"a gradient has layout {flat.layout}, expected a dense one: embeddings need sparse=False")
         ours = self._buckets.of(parameters, flat)
         held = self._accumulated.take_out(ours, flat, parameters, last=last)
         errors, in_backward = now.errors, torch._C._current_graph_task_id() != -1  # else it is DDP's `join()`
-        start = partial(training.exchange.start, scale=now.scale, of=now.numel)
+        start = partial(exchange.start, scale=now.scale, of=now.numel)
         over: torch.futures.Future[Any]
         take: Callable[[], Tensor]
         if now.saved is None:
@@ -305,7 +304,7 @@ class SparseHookState:
         if last and in_backward:  # twice, because DDP queues its own end after the last bucket
             self._at_the_end(lambda: self._at_the_end(lambda: _raise_first(errors) if errors else None))
         if last:
-            self._end(training, start)
+            self._end(exchange, start)
 
         # into the bucket's own buffer, because DDP takes no tensor that begins amid its storage
         def put_mean(_: torch.futures.Future[Any]) -> Tensor:
@@ -320,13 +319,13 @@ class SparseHookState:
                 flat.copy_(found)
             for position, base in held:
                 ours.views(flat)[position].add_(base)
-            if training.scheme.selects and training.taken % EVERY == 1:
-                self._watch.note(parameters, ours.views(flat), training.taken)
+            if exchange.scheme.selects and exchange.taken % EVERY == 1:
+                self._watch.note(parameters, ours.views(flat), exchange.taken)
             return flat
 
         return over.then(put_mean)
 
-    def _end(self, training: Training, start: Callable[[Bucket, Tensor], Mean]) -> None:
+    def _end(self, exchange: Exchange, start: Callable[[Bucket, Tensor], Mean]) -> None:
         """Ends what this rank does for a backward, at its last bucket: from now on it waits.
 
         Raises ValueError where residuals are left without a bucket, except those of frozen parameters.
@@ -334,16 +333,14 @@ class SparseHookState:
         now, known = self._now, self._buckets.parameters
         if now.saved is not None:
             now.cut = now.saved.release(self._buckets.names, start)
-        left = training.exchange.unclaimed["residuals"]
+        left = exchange.unclaimed["residuals"]
         if lost := sorted(name for name in left if name not in known or known[name].requires_grad):
             raise ValueError(NOT_BROUGHT.format(names=lost))
-        training.exchange.tally.waiting_since = training.comm.clock()
+        exchange.tally.waiting_since = exchange.comm.clock()
 
-    def _begin(self) -> Training:
+    def _begin(self) -> Exchange:
         """Begins a backward at its first bucket, and a step unless gradients accumulate."""
-        now, training = self._now, self._training
-        if training is None or self._world is None:
-            training = self._ready()
+        now, exchange = self._now, self._ready()
         if self._group is None and (group := default_group()) is not self._world:
             before = "no process group" if self._world is None else "another process group"
             raise RuntimeError(
@@ -354,8 +351,8 @@ class SparseHookState:
         self._watch.awaited.clear()
         if not (self._accumulated.bases and self._accumulated.goes_on()):
             self._watch.given.clear()
-            training.begin_step()
-            training.count_step(self._parameters or self._buckets.parameters)
+            exchange.begin_step()
+            exchange.count_step(self._parameters or self._buckets.parameters)
         if now.saved is not None and not now.saved.begin():
             now.saved = None
         if now.saved is None:
@@ -363,27 +360,27 @@ class SparseHookState:
         now.scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
         if self._settings.clip_norm is not None:
             now.numel = sum(p.numel() for p in self._parameters.values() if p.requires_grad)
-        return training
+        return exchange
 
-    def _ready(self) -> Training:
-        """Looks the ranks up and makes the exchange among them, once: its training.
+    def _ready(self) -> Exchange:
+        """Looks the ranks up and makes the exchange among them, once.
 
         Who only looks before there is a group sees one rank; the group is found when it is there.
         """
-        training = self._training
-        if training is None or (self._world is None and default_group() is not None and self._only_looked(training)):
+        exchange = self._exchange
+        if exchange is None or (self._world is None and default_group() is not None and self._only_looked(exchange)):
             self._world, comm = default_group(), as_communicator(self._group)
             named = self._buckets.names, list(self._parameters.values())
-            training = self._training = Training(self._settings, comm, *named, owner=OWNER, withholds=True)
+            exchange = self._exchange = Exchange(self._settings, comm, *named, owner=OWNER, withholds=True)
             if (kept := self._waiting) is not None:
                 self._waiting = None
                 self.load_state_dict(kept)
-        return training
+        return exchange
 
-    def _only_looked(self, training: Training) -> bool:
+    def _only_looked(self, exchange: Exchange) -> bool:
         """Whether no group existed when the ranks were looked up, and nothing was exchanged or loaded since."""
-        exchange = training.exchange
-        return self._group is None and self._world is None and not (exchange.shapes or exchange.unclaimed["residuals"])
+        found = exchange.shapes or exchange.unclaimed["residuals"]
+        return self._group is None and self._world is None and not found
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,16 +1,18 @@
-"""Whether the ranks between nodes and those inside one make a grid; looked at before anything is written."""
+"""Ranks between nodes, and those inside one: whether they make a grid, and what those of a node agree on.
+
+The grid is looked at before anything is written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from communicators import Communicator, as_communicator
+from communicators import CollectiveError, Communicator, allgather, as_communicator, run, schedules
 from torch.distributed.device_mesh import DeviceMesh
 
-from data_parallel.hsdp.outcome import gathered, told
 from data_parallel.hsdp.shards import Shard
 
 EXPECTED = (
@@ -19,15 +21,9 @@ EXPECTED = (
 )
 
 
-class Place(NamedTuple):
-    """Position of a rank: its number among all ranks, and its place among those of its node."""
-
-    rank: int
-    inside: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} has place {self.inside} of {self.size} inside its node"
+PLACE = "rank {} has place {} of {} inside its node"
+Place = Sequence[int]
+"""Number of a rank among all ranks, its place among those of its node, and how many those are."""
 
 
 def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communicator]:
@@ -39,41 +35,44 @@ def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communi
         between = between.get_group()
     comm = as_communicator(between)
     inside = as_communicator(shards[0].group.mesh_info.shard_process_group)
-    node = _ranks(shards[0])
-    places = _gathered(Place(dist.get_rank(), inside.rank, inside.size), comm)
-    wrong = _unlike(shards) or _overlap(places, node) or _other_places(places)
-    if wrong := told(wrong, inside):
+    own = torch.tensor([dist.get_rank(), inside.rank, inside.size])
+    places = [place.tolist() for place in allgather(own, comm)]
+    if wrong := _first_said(_complaint(shards, places), inside):
         raise ValueError(f"{wrong}; {EXPECTED}")
-    here = [place.inside for place in _gathered(Place(dist.get_rank(), comm.rank, comm.size), inside)]
+    here = [int(rank) for rank in allgather(torch.tensor([comm.rank]), inside)]
     if len(set(here)) > 1:
         raise ValueError(
-            f"the ranks {node} of one node are number {here} of those between nodes, expected the same number for all: "
-            f"give them the nodes in the same order; {EXPECTED}"
+            f"the ranks {_ranks(shards[0])} of one node are number {here} of those between nodes, expected the same "
+            f"number for all: give them the nodes in the same order; {EXPECTED}"
         )
     return comm, inside
 
 
-def _unlike(shards: Sequence[Shard]) -> str:
-    """Complaint if modules are sharded over different ranks, else ""."""
-    first = _ranks(shards[0])
+def agreed(error: CollectiveError | None, finite: bool, inside: Communicator) -> tuple[CollectiveError | None, bool]:
+    """Outcome of a backward on all ranks of a node, of which each exchanged another part with other nodes.
+
+    The first error, and whether all results are finite. One message of a byte, more only after an error.
+    """
+    flags = torch.tensor([2 * (error is not None) + (not finite)], dtype=torch.uint8)
+    gather = schedules.allgather_blocks(flags, [1] * inside.size, inside.rank, inside.size)
+    found = [int(flag) for flag in run(gather, inside, facts="how a backward went")]
+    if not any(flag & 2 for flag in found):
+        return None, not any(found)
+    return CollectiveError(_first_said(str(error or ""), inside)), False
+
+
+def _complaint(shards: Sequence[Shard], places: Sequence[Place]) -> str:
+    """What this rank sees that makes no grid, else ""."""
+    node = _ranks(shards[0])
     for shard in shards:
-        if (other := _ranks(shard)) != first:
-            return f"module {shard.name!r} is sharded over the ranks {other}, but {shards[0].name!r} over {first}"
-    return ""
-
-
-def _overlap(places: Sequence[Place], node: Sequence[int]) -> str:
-    """Complaint if two ranks of a node, which have different parts of a parameter, would exchange them, else ""."""
-    ranks = [place.rank for place in places]
-    if len(shared := [rank for rank in ranks if rank in node]) == 1:
-        return ""
-    return f"between has the ranks {ranks}, of which {shared} share the parameters of this model as {list(node)}"
-
-
-def _other_places(places: Sequence[Place]) -> str:
-    """Complaint if ranks that should hold the same part differ in place, or in the size of their node, else ""."""
-    other = next((place for place in places if place[1:] != places[0][1:]), None)
-    return "" if other is None else f"between joins ranks that hold different parts: {places[0]}, {other}"
+        if (other := _ranks(shard)) != node:
+            return f"module {shard.name!r} is sharded over the ranks {other}, but {shards[0].name!r} over {node}"
+    ranks = [rank for rank, *_ in places]
+    if len(shared := [rank for rank in ranks if rank in node]) != 1:  # they have different parts of a parameter
+        return f"between has the ranks {ranks}, of which {shared} share the parameters of this model as {node}"
+    unlike = [place for place in places if place[1:] != places[0][1:]]
+    said = ", ".join(PLACE.format(*place) for place in (places[0], *unlike[:1]))
+    return f"between joins ranks that hold different parts: {said}" if unlike else ""
 
 
 def _ranks(shard: Shard) -> list[int]:
@@ -81,6 +80,8 @@ def _ranks(shard: Shard) -> list[int]:
     return dist.get_process_group_ranks(shard.group.mesh_info.shard_process_group)
 
 
-def _gathered(own: Place, comm: Communicator) -> list[Place]:
-    places = gathered(torch.tensor(own).view(torch.uint8), comm, facts="places of ranks")
-    return [Place(*place.clone().view(torch.int64).tolist()) for place in places]
+def _first_said(own: str, inside: Communicator) -> str:
+    """Text of the first rank that has any, on all ranks; "" if none has."""
+    said = torch.tensor(list(own.encode(errors="replace")), dtype=torch.uint8)
+    words = (bytes(each.tolist()).decode() for each in allgather(said, inside))
+    return next((word for word in words if word), "")

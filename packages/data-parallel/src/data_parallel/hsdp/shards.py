@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from communicators import Bucket
 from torch import Tensor, nn
+
+BROKEN = (
+    "an exception has broken off the last backward, and FSDP, which did not see its end, would leave out gradients: "
+    "call reset_iter_state() of its root module, or, where torch lacks that, go on from a checkpoint in a new model"
+)
 
 
 class Shard:
@@ -98,6 +103,16 @@ def shards_of(model: nn.Module) -> tuple[list[Shard], dict[str, nn.Parameter]]:
     if left := [name for name, p in named.items() if id(p) not in sharded and p.requires_grad]:
         raise ValueError(f"parameters that are in no shard, so that nobody would exchange them: {left}; shard the root")
     return shards, named
+
+
+def refuse_after_break(model: nn.Module, shards: Sequence[Shard]) -> None:
+    """Makes forward raise RuntimeError if FSDP has missed the end of a backward, and would go wrong."""
+
+    def look(*_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1 and any(shard.waits_for_end for shard in shards):
+            raise RuntimeError(BROKEN)
+
+    model.register_forward_pre_hook(look, prepend=True)
 
 
 def _groups(module: Any) -> list[Any]:

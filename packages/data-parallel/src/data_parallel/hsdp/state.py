@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,15 +13,14 @@ from communicators import CollectiveError, Communicator, Stats
 from replicas import STATE_KEY, broadcast_parameters, check_named_parameters, gathered_state, state_of_rank
 from torch import Tensor, nn
 
-from data_parallel.exchange import Mean, wait_for_all
-from data_parallel.hsdp.backward import Backward, refuse_after_break
-from data_parallel.hsdp.mesh import joined
-from data_parallel.hsdp.outcome import Outcome, agreed
-from data_parallel.hsdp.shards import Shard, shards_of
+from data_parallel.exchange import Exchange, Mean
+from data_parallel.hsdp.mesh import agreed, joined
+from data_parallel.hsdp.shards import Shard, refuse_after_break, shards_of
+from data_parallel.means import wait_for_all
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
 from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD
-from data_parallel.training import Training
+from data_parallel.watching import at_the_end
 
 OWNER = "sparse_hsdp"
 INSTEAD = 'sparse_hsdp exchanges gradients only: take SGD with momentum= here, or algorithm="dense"'
@@ -59,17 +59,18 @@ class HsdpState:
     ) -> None:
         refuse_elastic("sparse_hsdp", between, "FSDP cannot change its ranks: train without it, or wrap anew")
         checked = Settings.of(sparse_hsdp, settings, nonfinite=nonfinite)
-        if checked.is_auto:
+        if checked.entry is None:
             raise ValueError("algorithm='auto' measures replicas of a whole model: name one, such as 'gtopk'")
-        self._backward = Backward(self._end)
+        self._at_the_end = at_the_end()
+        # the running backward: autograd alone holds what it points to, and drops that also where backward breaks off
+        self._backward: weakref.ref[partial[None]] | None = None
         self._shards, self._named = shards_of(model)
         check_named_parameters(list(self._named.items()))
         self._comm, self._inside = joined(self._shards, between)
-        self._training = Training(checked, self._comm, list(self._named), [], owner=OWNER, withholds=True)
-        self._exchange = self._training.exchange
+        self._exchange = Exchange(checked, self._comm, list(self._named), [], owner=OWNER, withholds=True)
         self._pending: list[tuple[Mean, Tensor]] = []
         self._error: CollectiveError | None = None
-        broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=self._training.facts())
+        broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=self._exchange.facts())
         self._watch = OptimizerWatch(OWNER, INSTEAD, checked)
         self._watch.follow()
         for shard in self._shards:
@@ -85,7 +86,7 @@ class HsdpState:
         """Settings, and where this rank is."""
         nodes, node = self._comm, self._inside
         place = f"node {nodes.rank} of {nodes.size}, rank {node.rank} of {node.size} in it"
-        return f"HsdpState({self._training.said()}, {place})"
+        return f"HsdpState({self._exchange.said()}, {place})"
 
     @property
     def comm(self) -> Communicator:
@@ -95,7 +96,7 @@ class HsdpState:
     @property
     def skipped(self) -> int:
         """Number of steps that nonfinite="skip" left out."""
-        return self._training.skipped
+        return self._exchange.skipped
 
     def stats(self) -> Stats:
         """Costs and savings of training on this rank since the state was made; needs no communication.
@@ -110,7 +111,7 @@ class HsdpState:
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of the residuals of this rank's parts. Takes one pass over them.
         """
-        return self._training.stats()
+        return self._exchange.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, and the algorithm's state. Another one on every rank.
@@ -123,7 +124,7 @@ class HsdpState:
         self._refuse_in_backward("state_dict()")
         self._exchange.commit_or_rollback()
         padded = [(name, torch.empty(shape, device=device)) for name, (shape, device) in self._shapes().items()]
-        return {STATE_KEY: {**self._training.state(padded), "inside": [self._inside.rank, self._inside.size]}}
+        return {STATE_KEY: {**self._exchange.state_dict(padded), "inside": [self._inside.rank, self._inside.size]}}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks in one, for a checkpoint that one rank alone writes; for every rank to call.
@@ -154,15 +155,16 @@ class HsdpState:
         """
         self._refuse_in_backward("load_state_dict()")
         of_place = state_of_rank(state_dict, self._inside.rank, self._inside.size, advice=OTHER_NODES)
-        _, own = self._training.own(of_place, {name: shape for name, (shape, _) in self._shapes().items()})
+        _, own = self._exchange.own(of_place, {name: shape for name, (shape, _) in self._shapes().items()})
         here = [self._inside.rank, self._inside.size]
         if own.get("inside") != here:
             raise ValueError(f"the state is of (rank, ranks) {own.get('inside')} inside a node, but this is {here}")
-        self._training.load(own)
+        self._exchange.load_state_dict(own)
 
     def _reduced(self, shard: Shard, flat: Tensor) -> None:
         """FSDP's hook: one flat gradient, to be the mean between the nodes once backward has ended."""
-        if not self._backward.goes_on:
+        self._leave_broken()
+        if self._backward is None:
             self._begin()
         bucket, waits = shard.bucket(flat), shard.may_wait(flat)
         numel = self._inside.size * sum(one.numel for one in self._shards)
@@ -175,34 +177,35 @@ class HsdpState:
 
     def _begin(self) -> None:
         """Begins a backward at its first gradient; also a new step, unless gradients exist already."""
-        self._leave_broken()
-        self._error = None
-        self._backward.begin()
+        self._error, end = None, partial(self._end)
+        self._backward = weakref.ref(end)
+        self._at_the_end(end)
         if any(p.grad is not None and bool(part_of(p.grad).any()) for p in self._named.values()):
             return
         try:
-            self._training.begin_step()
-            self._training.count_step(self._parts())
+            self._exchange.begin_step()
+            self._exchange.count_step(self._parts())
         except CollectiveError as error:
             self._error = error  # told to all ranks of the node, when they can be asked
 
     def _end(self) -> None:
         """Waits, after backward has ended on every rank, for exchanges under way; all ranks learn the outcome."""
+        self._backward = None
         self._exchange.tally.waiting_since = self._comm.clock()
         pending, self._pending = self._pending, []
         try:
             self._finish(pending)
         except CollectiveError as error:
             self._error = self._error or error
-        outcome = agreed(Outcome(self._error, self._exchange.finite()), self._inside)
-        if outcome.error is not None or not outcome.finite:
+        failure, finite = agreed(self._error, self._exchange.finite(), self._inside)
+        if failure is not None or not finite:
             self._take_back()
-            if outcome.error is not None:
-                raise outcome.error
-            self._training.skipped += 1
-        elif self._training.scheme.selects:
+            if failure is not None:
+                raise failure
+            self._exchange.skipped += 1
+        elif self._exchange.scheme.selects:
             held = [p for p in self._named.values() if p.grad is not None]
-            self._watch.note(held, [part_of(p.grad) for p in held], self._training.taken)
+            self._watch.note(held, [part_of(p.grad) for p in held], self._exchange.taken)
 
     def _take_back(self) -> None:
         self._exchange.undo()
@@ -211,9 +214,9 @@ class HsdpState:
 
     def _leave_broken(self) -> None:
         """Waits for what a backward had begun that an exception broke off, and takes that back."""
-        if not self._backward.broke_off:
+        if self._backward is None or self._backward() is not None:
             return
-        self._backward.over()
+        self._backward = None
         pending, self._pending = self._pending, []
         with suppress(CollectiveError):  # of ranks that did not get so far: the next exchange says so again
             self._finish(pending)
@@ -221,7 +224,7 @@ class HsdpState:
 
     def _refuse_in_backward(self, what: str) -> None:
         self._leave_broken()
-        if self._backward.goes_on:
+        if self._backward is not None:
             raise RuntimeError(f"{what} in backward: call it after step()")
 
     @staticmethod

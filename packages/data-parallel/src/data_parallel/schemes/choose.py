@@ -30,24 +30,24 @@ def choose_scheme(
     Raises ValueError for options that do not fit the number of ranks, unless that may change, and for "auto" without
     parameters to choose for, or where ranks may come and go.
     """
-    algorithm, options, wire, choice = settings.algorithm, settings.options, settings.wire, None
-    if isinstance(settings.entry, DenseCompressor):
-        return settings.entry.scheme(comm), None
-    size = None if comm.elastic else comm.size
-    if settings.entry is None:
+    entry, wire, choice = settings.entry, settings.wire, None
+    if isinstance(entry, DenseCompressor):
+        return entry.scheme(comm), None
+    if entry is None:
         if comm.elastic:
             raise ValueError(
                 'algorithm="auto" chooses what is fastest for the ranks that it measures, but those of an Elastic come '
                 'and go: name an algorithm, such as the default "gtopk"'
             )
         choice = _chosen(parameters, comm, settings.compressor, dense=not (settings.momentum or selects), wire=wire)
-        algorithm, options, wire = choice.algorithm, choice.options, choice.wire
-    if comm.elastic:
-        resolve(algorithm, options).fitted(comm.size)
-    if not resolve(algorithm).selects:
-        return DenseScheme(comm, resolve(algorithm, options, size=size), wire=wire), choice
+        entry, wire = resolve(choice.algorithm, choice.options), choice.wire
+    fits = entry.fitted if comm.elastic else entry.check
+    fits(comm.size)
+    if not entry.selects:
+        return DenseScheme(comm, entry, wire=wire), choice
     kind = DenseSmallTensors if settings.dense_below else SparseScheme
-    return kind(comm, resolve(algorithm, options, size=size, wire=wire), settings, wire=wire), choice
+    entry = resolve(entry, size=None if comm.elastic else comm.size, wire=wire)
+    return kind(comm, entry, settings, wire=wire), choice
 
 
 def _chosen(

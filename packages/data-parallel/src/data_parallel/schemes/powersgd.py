@@ -125,9 +125,8 @@ class _PowerSGDLane(CompressedLane):
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Sends the accumulated gradient along the last step's directions; dense in the first steps."""
         self._step, self._columns = self._scheme.stood, None if self._scheme.dense_steps_left else self._scheme.rank
-        sending = super().send(flat, scale, unused)
-        sending.facts = self._said[self._columns]
-        return sending
+        self._facts = self._said[self._columns]
+        return super().send(flat, scale, unused)
 
     def schedule(self, accumulated: Tensor) -> Schedule[LowRank]:
         """Two sums; a direction that has become zero starts anew, without waiting for a GPU."""
@@ -171,19 +170,15 @@ def low_rank_sum(
     low_rank, spans, views = matrices_of(bucket.shapes, columns), spans_of(bucket), bucket.views(accumulated)
     dense = [span for i, span in enumerate(spans) if i not in low_rank]
     own_p = [_matrix(views[i]) @ q for i, q in zip(low_rank, directions, strict=True)]
-    rest = [accumulated[span] for span in dense]
-    first = yield from schedules.allreduce(_joined(accumulated[:0], *own_p, *rest), comm.rank, comm.size)
-    sums = first.split_with_sizes([each.numel() for each in (*own_p, *rest)])
+    sums = yield from _summed([*own_p, *(accumulated[span] for span in dense)], comm)
     total, dropped = torch.empty_like(accumulated), torch.zeros_like(accumulated)
     for span, found in zip(dense, sums[len(own_p) :], strict=True):
         total[span] = found
     if not low_rank:
         return LowRank(total, dropped, [])
-    p = orthonormal([flat.view(own.shape) for flat, own in zip(sums, own_p, strict=False)])
+    p = orthonormal(sums[: len(own_p)])
     own_q = [_matrix(views[i]).T @ basis for i, basis in zip(low_rank, p, strict=True)]
-    second = yield from schedules.allreduce(_joined(*own_q), comm.rank, comm.size)
-    flats = second.split_with_sizes([own.numel() for own in own_q])
-    q = [flat.view(own.shape) for flat, own in zip(flats, own_q, strict=True)]
+    q = yield from _summed(own_q, comm)
     summed, left = bucket.views(total), bucket.views(dropped)
     for at, i in enumerate(low_rank):
         summed[i].copy_(outer_sum(p[at], q[at]).view(views[i].shape))
@@ -225,5 +220,9 @@ def _matrix(view: Tensor) -> Tensor:
     return view.reshape(len(view), -1)
 
 
-def _joined(*tensors: Tensor) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def _summed(tensors: Sequence[Tensor], comm: Communicator) -> Schedule[list[Tensor]]:
+    """Sums over ranks, all in one message."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    total = yield from schedules.allreduce(flat, comm.rank, comm.size)
+    parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -7,6 +7,7 @@ of it costs next to nothing in a large model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from data_parallel.lanes import Lane, Saved, Sending, in_units, spans_of
 from data_parallel.nonfinite import first_nonfinite
-from data_parallel.schemes.sparse import SparseScheme
+from data_parallel.schemes.sparse import SparseLane, SparseScheme
 from data_parallel.settings import Settings
 
 
@@ -33,90 +34,81 @@ class DenseSmallTensors(SparseScheme):
         self.settings = [*self.settings, f"dense_below={self._below}"]
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
-        """Opens the selection's lane, and around it one for the bucket's small members, where it has any."""
+        """Opens a bucket's lane, with a place for its small members, where it has any."""
         spans = [span for span in spans_of(bucket) if span.stop - span.start < self._below]
         if not spans:
             return super().open(bucket, saved)
         small = torch.cat([torch.arange(span.start, span.stop, device=bucket.device) for span in spans])
-        velocity = None
-        if "velocities" in saved.error_state:
-            velocity = saved.error_state["velocities"][small]
-            saved.error_state["velocities"][small] = 0
-        return _SmallLane(self, super().open(bucket, saved), saved, small, velocity)
+        return _SmallLane(self, bucket, saved, small)
 
 
-class _SmallLane(Lane):
-    """The selection's lane and, beside it, the elements `small` of the same bucket, with their velocity."""
+class _SmallLane(SparseLane):
+    """A selection's lane, in which the elements `small` are summed dense, and have a velocity beside it."""
 
-    def __init__(
-        self, scheme: SparseScheme, selection: Lane, saved: Saved, small: Tensor, velocity: Tensor | None
-    ) -> None:
-        super().__init__(selection.bucket, saved._replace(state=selection.state), tentative=False)
-        self._selection, self._small = selection, small
-        self._comm, self._momentum = scheme.comm, scheme.momentum
-        self._velocity = self._velocity_before = velocity
-
-    @property
-    def residual(self) -> Tensor | None:
-        """Residual of the selection."""
-        return self._selection.residual
+    def __init__(self, scheme: SparseScheme, bucket: Bucket, saved: Saved, small: Tensor) -> None:
+        self._small, self._velocity, velocities = small, None, saved.error_state.get("velocities")
+        if velocities is not None:
+            self._velocity = velocities[small]
+            velocities[small] = 0
+        self._velocity_before = self._velocity
+        super().__init__(scheme, bucket, saved)
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Takes small members out of the gradient, and selects from the others."""
         dense, self._velocity_sent = self._with_momentum(in_units(flat[self._small], scale), unused)
         flat[self._small] = 0
-        selected = self._selection.send(flat, scale, unused)
+        selected = super().send(flat, scale, unused)
 
         def suspect() -> int:
             own = first_nonfinite(dense)
             found = [selected.suspect(), int(self._small[own]) if own >= 0 else -1]
             return min((element for element in found if element >= 0), default=-1)
 
-        self._selected = selected
-        facts = f"{selected.facts} and {len(dense)} elements dense"
-        return Sending(facts, self._both(selected.schedule, dense), flat, scale, unused, suspect)
+        facts, schedule = f"{selected.facts} and {len(dense)} elements dense", self._both(selected.schedule, dense)
+        return replace(selected, facts=facts, schedule=schedule, suspect=suspect)
 
-    def values(self, result: tuple[Any, Tensor]) -> tuple[Tensor, Tensor]:
+    def values(self, result: Any) -> tuple[Tensor, Tensor]:
         """Values of the selection, and the dense sum beside its total."""
-        total, dropped = self._selection.values(result[0])
+        total, dropped = super().values(result[0])
         return torch.cat([total, result[1]]), dropped
 
-    def receive(self, sending: Sending, result: tuple[Any, Tensor]) -> tuple[Tensor, Tensor]:
+    def receive(self, sending: Sending, result: Any) -> tuple[Tensor, Tensor]:
         """The mean of both."""
-        mean, seen = self._selection.receive(self._selected, result[0])
+        mean, seen = super().receive(sending, result[0])
         self._velocity = self._velocity_sent
-        dense = (result[1] / self._comm.size * sending.scale).to(mean.dtype)
+        dense = (result[1] / self._scheme.comm.size * sending.scale).to(mean.dtype)
         mean[self._small] += dense  # what waited of them before they were sent dense may have been selected
         return mean, torch.cat([seen, dense])
 
     def commit(self) -> None:
         """Keeps this step's error state."""
-        self._selection.commit()
+        super().commit()
         self._velocity_before = self._velocity
 
     def rollback(self) -> None:
         """Restores the error state from before the step."""
-        self._selection.rollback()
-        self.state, self._velocity = self._selection.state, self._velocity_before
+        super().rollback()
+        self._velocity = self._velocity_before
 
     def error_state(self) -> dict[str, Tensor]:
         """Residuals and velocities, small members included."""
-        kept = self._selection.error_state()
+        kept = super().error_state()
         if self._velocity is not None:
             kept["velocities"] = kept["velocities"].index_copy(0, self._small, self._velocity)
         return kept
 
     def _both(self, schedule: Schedule[Any], dense: Tensor) -> Schedule[tuple[Any, Tensor]]:
-        total = yield from schedules.allreduce(dense, self._comm.rank, self._comm.size)
+        total = yield from schedules.allreduce(dense, self._scheme.comm.rank, self._scheme.comm.size)
         return (yield from schedule), total
 
     def _with_momentum(self, gradient: Tensor, unused: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
         """The velocity to be sent, of what is unused nothing, and the one to be kept, where that waits."""
-        if not self._momentum:
+        momentum = self._scheme.momentum
+        if not momentum:
             return gradient, None
         before = torch.zeros_like(gradient) if self._velocity is None else self._velocity
         idle = torch.zeros_like(gradient, dtype=torch.bool)
         for span in unused:
             idle |= (self._small >= span.start) & (self._small < span.stop)
-        velocity = torch.where(idle, before, self._momentum * before + gradient)
+        velocity = torch.where(idle, before, momentum * before + gradient)
         return velocity.masked_fill(idle, 0), velocity

@@ -34,7 +34,6 @@ class SparseScheme(Scheme):
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens a bucket's lane. TypeError for float64 gradients on a wire of fewer bytes."""
-        resolve(self.algorithm, wire=self.wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         return SparseLane(self, bucket, saved)
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,6 +59,7 @@ class SparseLane(Lane):
 
     def __init__(self, scheme: SparseScheme, bucket: Bucket, saved: Saved) -> None:
         super().__init__(bucket, saved, tentative=scheme.tentative)
+        resolve(scheme.algorithm, wire=scheme.wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         if self.state is None:
             self.state = scheme.algorithm.initial_state()
         self._scheme, self._known, self._facts = scheme, (-1, False, 0), ""
