@@ -3,8 +3,9 @@
 import logging
 
 import pytest
-from bench.elastic_trainings import KINDS, ByOptimizer
 from communicators.elastic.testing import check_elastic_laws
+
+from bench.elastic_trainings import KINDS, ByOptimizer
 
 SCHEDULES = 12
 ONCE_BROKEN = {
