@@ -78,6 +78,7 @@ class ByFragment(Driver):
         super().__init__(compression)
         self._asked, self._delay = fragments, delay
         self._turn = self._launched = 0  # the next fragment; how many were launched in this block
+        self._opens = False  # whether ranks may come and go after this step
 
     def facts(self) -> dict[str, Any]:
         """The delay besides."""
@@ -112,17 +113,21 @@ class ByFragment(Driver):
         if last:
             self.block.end()
             self._launched = 0
+        if self._opens:  # only now, because a rank that leaves goes at once
+            self._opens = False
+            self.owner.let_in()
 
     def end(self, *, most: int | None) -> None:
         """Launches fragments, and applies each at once, until all were launched with all ranks finished."""
-        lets_in = most is None
         for fragment in self._under_way():
-            self._take(fragment, lets_in=lets_in, at_once=lets_in)
+            if self._take(fragment) and most is None:
+                self.owner.let_in(at_once=True)
         ended = 0
         while ended < len(self.fragments):
-            unfinished = self._take(self._launch(finished=True), lets_in=lets_in, at_once=lets_in)
-            if unfinished and most is not None:
-                self.refuse_undrained(unfinished)
+            if unfinished := self._take(self._launch(finished=True)):
+                if most is not None:
+                    self.refuse_undrained(unfinished)
+                self.owner.let_in(at_once=True)
             ended = 0 if unfinished else ended + 1
         self.put_model(self.anchors())
         self._launched = 0
@@ -182,16 +187,15 @@ class ByFragment(Driver):
             self._take(fragment)
         return fragment
 
-    def _take(self, fragment: Fragment, *, lets_in: bool = True, at_once: bool = False) -> int:
-        """Applies a launched fragment; returns how many ranks had not finished at its launch. lets_in: see `let_in`."""
+    def _take(self, fragment: Fragment) -> int:
+        """Applies a launched fragment; returns how many ranks had not finished at its launch."""
         arrived, fragment.due = fragment.averaging.arrived(), None
         refuse_nonfinite(fragment.parts, arrived.means, self.comm, self.what)
         if arrived.means:
             xs = [part.gather() for part in fragment.parts]
             for part, x in zip(fragment.parts, fragment.rule.apply(fragment.parts, xs, arrived.means), strict=True):
                 part.put(x)
-        if lets_in and arrived.unfinished:
-            self.owner.let_in(at_once=at_once)
+        self._opens = bool(arrived.unfinished)
         return arrived.unfinished
 
 
