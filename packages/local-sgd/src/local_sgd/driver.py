@@ -1,11 +1,12 @@
-"""Boundaries: ranks exchange means, and every rank applies the rule to them, in mid-training and at its end."""
+"""Exchanges of means, to which every rank applies the rule, in mid-training and at its end."""
 
 from __future__ import annotations
 
+import copy
 import math
 import reprlib
 import weakref
-from abc import ABC, abstractmethod
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
 from local_sgd.compression import CompressedAveraging, Compression
+from local_sgd.fragments import Fragment, Fragments, fragments_of
 from local_sgd.inner_state import inner_state
 from local_sgd.parts import by_name, digest, parts_of, refuse_other_shapes
 from local_sgd.rule import Part, Rule
@@ -64,29 +66,38 @@ class Block:
             setattr(self, name, state[name])
 
 
-class Driver(ABC):
+class Driver:
     """Parameters as parts with the rule's state, and the points at which ranks exchange them; of one optimizer.
+
+    The whole model is exchanged at the end of a block; the mean of a rule that overlaps travels during the next one.
+    With a delay it is one of F fragments every τ/F steps. The k-th of a block is launched after its step ⌊k·τ/F⌋, and
+    its mean applied `delay` steps later, or before its next launch where that comes earlier. In an elastic group it is
+    applied before the next launch of any, so that launches and means come in one order on all ranks, whatever their
+    blocks.
 
     parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries; nearest:
     between two exchanges, of which a boundary may have several. averagings: all exchanges, among all ranks. comms: what
     they go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary. agreed:
-    facts that ranks compared at the beginning.
+    facts that ranks compared at the beginning. needs: keys of `state_dict` that must be there.
     """
 
     two_levels = False
-    overlaps = False
-    """Whether training goes on during an exchange, whatever the rule."""
     inelastic: ClassVar[str] = ""
     """Reason why its ranks cannot come and go."""
-    needs: tuple[str, ...] = NEEDS
-    """Keys of `state_dict` that must be there."""
 
-    def __init__(self, compression: Compression | None = None) -> None:
-        self.compression = compression or Compression()
+    def __init__(
+        self, compression: Compression | None = None, fragments: Fragments = 1, delay: int | None = None
+    ) -> None:
+        self.compression, self.delay = compression or Compression(), delay
+        self.by_fragment, self._asked = delay is not None, fragments
+        self._turn = self._launched = 0  # the next fragment; how many were launched in this block
+        self._at_mean = True  # whether the last exchange left every rank at the mean
+        self._opens = False  # whether ranks may come and go after this step
 
     def facts(self) -> dict[str, Any]:
         """Settings that ranks must share, by name."""
-        return {"compress": self.compression} if self.compression else {}
+        delay = {"delay": self.delay} if self.by_fragment else {}
+        return {**delay, "compress": self.compression} if self.compression else delay
 
     def begin(self, owner: Wrapping, rule: Rule, block: Block, buffers: Buffers, settings: Settings) -> None:
         """Starts the rule's state from x, the model, which all ranks hold; nothing is launched yet."""
@@ -95,7 +106,9 @@ class Driver(ABC):
         self.block, self.nearest, self.buffers = block, block, buffers
         self._weighted, self._native = settings.get("weighted", False), settings.get("native", False)
         device = None if settings.get("anchor_device") is None else torch.device(str(settings["anchor_device"]))
-        groups, nbytes, self.pieces = owner.param_groups, settings.get("bucket_bytes"), self.cut(owner.trained)
+        groups, nbytes, self.pieces = owner.param_groups, settings.get("bucket_bytes"), [owner.trained]
+        if self.by_fragment:
+            self.pieces = fragments_of(owner.trained, self._asked)
         names = [{id(p): name for name, p in piece.items()} for piece in self.pieces]
         self.parts = [part for named in names for part in parts_of(groups, named, nbytes, device)]
         self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
@@ -107,7 +120,6 @@ class Driver(ABC):
         self._resets = policy == "reset"
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
         self.loaded, self.agreed = False, ""
-        self._ranks = self.comm.size  # for which the rule is prepared
         for part in self.parts:
             x = part.gather()
             part.kept = {name: x.clone() for name in rule.anchors}
@@ -115,25 +127,73 @@ class Driver(ABC):
         self.averagings = self.connect()
         self.all_hold([part.gather() for part in self.parts])
 
-    def cut(self, trained: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Groups the parameters that are exchanged together; no part spans two groups."""
-        return [trained]
-
-    @abstractmethod
     def connect(self) -> list[Averaging]:
-        """Makes the exchanges, among all ranks, and begins the rule."""
+        """Makes the exchanges, among all ranks, each with a rule begun for it."""
+        self.fragments, rules = list[Fragment](), [self.rule, *(copy.copy(self.rule) for _ in self.pieces[1:])]
+        for piece, rule in zip(self.pieces, rules, strict=True):
+            parts = [part for part in self.parts if part.names[0] in piece]
+            averaging = Averaging(self.comm, self.what, native=self._native)
+            if self.sums is not None:
+                averaging = CompressedAveraging(self.comm, self.what, parts, rule.anchors[0], self.sums)
+            rule.begin(parts, list(piece))
+            averaging.alike = rule.alike
+            self.fragments.append(Fragment(parts, averaging, rule, self.by_fragment, self.comm.size))
+        named = zlib.crc32(repr([fragment.names for fragment in self.fragments]).encode())
+        self.agree(f", {len(self.fragments)} fragments {named:08x}" * self.by_fragment + self.rule.alike())
+        whole_model = [*self.rule.state_dict(), *["arrived"] * self.rule.overlaps]
+        self.needs = [*NEEDS, *(["turn", "launched", "fragments"] if self.by_fragment else whole_model)]
+        return [fragment.averaging for fragment in self.fragments]
 
-    @abstractmethod
     def count(self, weight: float) -> None:
-        """Counts a step, and exchanges what is due."""
+        """Counts a step, applies the means that are due, and exchanges what comes next."""
+        self.block.count(weight)
+        for fragment in self.fragments:
+            fragment.done, fragment.weight = fragment.done + 1, fragment.weight + weight
+        for fragment in self._under_way():
+            assert fragment.due is not None
+            fragment.due -= 1
+            if fragment.due <= 0:
+                self._take(fragment, fragment.averaging.arrived())
+        while self._launched < self._launches_by_now():
+            self._exchange(finished=False)
+        if self._launched == len(self.fragments):
+            self._end_block()
+        if self._opens:  # only now, because a rank that leaves goes at once
+            self._opens = False
+            self.owner.let_in()
 
-    @abstractmethod
     def end(self, *, most: int | None) -> None:
         """Ends this rank's steps with the model in place; most: boundaries to it at most, on all ranks at once."""
+        left = math.inf if most is None else most + self.rule.overlaps
+        if not self.rule.overlaps:
+            for fragment in self._under_way():
+                if self._take(fragment, fragment.averaging.arrived()).unfinished and most is None:
+                    self.owner.let_in(at_once=True)
+        ended, arrived, before = 0, Arrived([], 0.0, 0), list[Tensor]()
+        while ended < len(self.fragments):
+            before = arrived.means or before
+            arrived = self._exchange(finished=True)
+            self._end_block()
+            ended, left = 0 if arrived.unfinished else ended + 1, left - 1
+            if arrived.unfinished and left < 1:
+                self.refuse_undrained(arrived.unfinished)
+            if arrived.unfinished and most is None:  # as ranks do that go on
+                self.owner.let_in(at_once=True)
+        models = self._final(arrived.means, before) if self.rule.mean_is_model else self.anchors()
+        self.put(self.parts, models)
+        self.all_hold(models)
+        self.buffers.at_end()
 
-    @abstractmethod
     def models(self, comm: Communicator) -> list[Tensor]:
-        """Current model, as the rule defines it; nothing of it is applied."""
+        """Current model: mean over ranks, anchors, or anchors as a mean under way will leave them; none is applied."""
+        if self.rule.mean_is_model:
+            averaging = Averaging(comm, self.what, native=self._native, call="averaged_model")
+            return averaging.now([part.gather() for part in self.parts], 1.0, finished=False).means
+        if not self.rule.overlaps or not (arrived := self.fragments[0].averaging.arrived()).means:
+            return self.anchors()
+        drafts = [part.draft() for part in self.parts]
+        _moved(self.rule, drafts, [draft.gather() for draft in drafts], arrived)
+        return [draft[self.rule.anchors[0]] for draft in drafts]
 
     def give_up(self, error: BaseException) -> None:
         """Tells other ranks of an error, where they would not see it in their next exchange."""
@@ -144,6 +204,13 @@ class Driver(ABC):
 
         waits: for what is under way, which is part of it. False, for newcomers: it says only that it is under way.
         """
+        exchanges = [
+            fragment.state_dict(waits=waits) for fragment in self.fragments
+        ]  # first: waiting changes residuals
+        own = exchanges[0]
+        if self.by_fragment:
+            fragments = {str(turn): exchange for turn, exchange in enumerate(exchanges)}
+            own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
         rounded = [part for part in self.parts if part.remainder is not None]
         rates = {part.group: part.last_rate for part in reversed(self.parts)}
         residuals = {} if self.sums is None else {"kind": self.sums.kind, "parts": self.sums.state_dict()}
@@ -156,6 +223,7 @@ class Driver(ABC):
             "parameters": digest(self.owner.trained),
             "drained": self.drained,
             **({"residuals": residuals} if residuals else {}),
+            **own,
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -178,6 +246,12 @@ class Driver(ABC):
             raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {kind}")
         if self.sums is not None and self._is_own(state):
             self.sums.check(state["residuals"]["parts"])
+        if "rounds" in state and "rounds" not in self.needs:
+            raise ValueError("the state is of outer steps by rounds, and this optimizer is without")
+        if self.by_fragment and len(state["fragments"]) != len(self.fragments):
+            raise ValueError(f"the state is of {len(state['fragments'])} fragments, this is of {len(self.fragments)}")
+        for fragment, exchange in self._with_states(state):
+            fragment.check(exchange)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `check` accepted."""
@@ -190,7 +264,15 @@ class Driver(ABC):
             part.last_rate = state["rates"][part.group]
         if self.sums is not None and self._is_own(state):
             self.sums.load_state_dict(state["residuals"]["parts"])
+        for fragment, exchange in self._with_states(state):
+            fragment.load_state_dict(exchange)
+        self._turn, self._launched = state.get("turn", 0), state.get("launched", 0)
         self.drained, self.loaded = state["drained"], True
+
+    def _with_states(self, state: Mapping[str, Any]) -> list[tuple[Fragment, Mapping[str, Any]]]:
+        """Fragments, each with its state; that of the whole model is not apart."""
+        states = state["fragments"] if self.by_fragment else {"0": state}
+        return [(fragment, states[str(turn)]) for turn, fragment in enumerate(self.fragments)]
 
     def _is_own(self, state: Mapping[str, Any]) -> bool:
         """Whether the state was saved by this rank, among the same number of ranks."""
@@ -203,34 +285,21 @@ class Driver(ABC):
             comm.atomic(lambda: run(schedules.barrier(comm.rank, comm.size), comm, facts=f"{self.what}{facts}"))
 
     def join(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the state of another rank of an elastic group; this rank's own block begins now."""
+        """Goes on from the state of another rank of an elastic group, with no steps of its own yet."""
         self.load_state_dict(state)
         self.loaded = False
-
-    def averaging_of(self, parts: list[Part], rule: Rule, names: list[str]) -> Averaging:
-        """Exchange of these parts, compressed where compression is asked for; begins the rule that is applied to them.
-
-        names: of the parameters in them, in the model's order.
-        """
-        averaging = Averaging(self.comm, self.what, native=self._native)
-        if self.sums is not None:
-            averaging = CompressedAveraging(self.comm, self.what, parts, rule.anchors[0], self.sums)
-        rule.begin(parts, names)
-        averaging.alike = rule.alike
-        return averaging
+        for fragment in self.fragments:
+            fragment.done, fragment.weight = 0, 0.0
 
     def all_hold(self, models: list[Tensor]) -> None:
-        """Notes that all ranks hold these models."""
+        """Notes that all ranks hold these models; where the rule overlaps, an exchange without means is under way."""
         self._anchor(models)
         self.owner.end_steps()
         self.drained = True
-
-    def put_model(self, models: list[Tensor]) -> None:
-        """Puts the model in place on all ranks, which have ended their blocks."""
-        self.put(models)
-        self.all_hold(models)
-        self.buffers.at_end()
-        self.block.end()
+        if self.rule.overlaps:
+            for fragment in self.fragments:
+                fragment.averaging.store(Arrived([], 0.0, self.comm.size))
+                fragment.due = math.inf
 
     def depart(self) -> None:
         """Leaves the drained state before a step: anchors take the parameters that ranks hold now, loaded or not."""
@@ -243,9 +312,9 @@ class Driver(ABC):
             for name in self.rule.anchors:
                 part[name].copy_(model)
 
-    def put(self, xs: Iterable[Tensor]) -> None:
+    def put(self, parts: Iterable[Part], xs: Iterable[Tensor]) -> None:
         """Puts vectors, one for each part, into the parameters."""
-        for part, x in zip(self.parts, xs, strict=True):
+        for part, x in zip(parts, xs, strict=True):
             if getattr(x, "shape", None) != (part.bucket.numel,):
                 given = reprlib.repr(getattr(x, "shape", x))
                 raise TypeError(
@@ -265,13 +334,8 @@ class Driver(ABC):
             warn_of_two_momenta(self.what, self.rule.gain(), self.owner.param_groups, self.block.length)
         self.block.boundaries += 1
 
-    def share(self) -> None:
-        """Shares buffers and inner state, as their policies say."""
-        for share in self._shared:
-            share()
-
-    def own_weight(self, block: Block) -> float:
-        """Weight of this rank in the mean at the end of its block."""
+    def own_weight(self, block: Block | Fragment) -> float:
+        """Weight of this rank in the mean at the end of its block, or of a fragment's."""
         if block.done == 0:
             return 0.0
         return block.weight if self._weighted else 1.0
@@ -287,122 +351,63 @@ class Driver(ABC):
         """First anchor of each part, or x where all ranks hold the model."""
         return [part.gather() if self.drained else part[self.rule.anchors[0]] for part in self.parts]
 
+    def _under_way(self) -> list[Fragment]:
+        """Fragments under way, in the order of their launches."""
+        ordered = self.fragments[self._turn :] + self.fragments[: self._turn]
+        return [fragment for fragment in ordered if fragment.due is not None]
 
-class Boundaries(Driver):
-    """Exchange of the whole model at every boundary; the mean may travel during the next block."""
+    def _launches_by_now(self) -> int:
+        count, τ = len(self.fragments), self.block.length
+        return sum(max(1, k * τ // count) <= self.block.done for k in range(1, count + 1))
 
-    _at_mean = True  # whether the last boundary left every rank at the mean
-
-    def connect(self) -> list[Averaging]:
-        """Makes the one exchange."""
-        self._averaging = self.averaging_of(self.parts, self.rule, list(self.owner.trained))
-        self.agree(self.rule.alike())
-        self.needs = (*NEEDS, *self.rule.state_dict(), *["arrived"] * self.rule.overlaps)
-        return [self._averaging]
-
-    def all_hold(self, models: list[Tensor]) -> None:
-        """Notes that all ranks hold these models, and nothing is under way."""
-        super().all_hold(models)
-        if self.rule.overlaps:
-            self._averaging.store(Arrived([], 0.0, self.comm.size))
-
-    def count(self, weight: float) -> None:
-        """Counts a step; runs a boundary where one is due."""
-        if self.block.count(weight):
-            self._sync_all()
-
-    def end(self, *, most: int | None) -> None:
-        """Runs boundaries until all ranks have finished, at most `most` of them; then puts the model in place."""
-        most = most if most is None else most + self.rule.overlaps
-        arrived, means = self._sync(self.own_weight(self.block), finished=True), list[Tensor]()
-        while arrived.unfinished:
-            means = arrived.means or means
-            if most is not None and (most := most - 1) < 1:
-                self.refuse_undrained(arrived.unfinished)
-            self.block.end()
-            if most is None:  # as ranks do that go on
-                self.owner.let_in(at_once=True)
-            arrived = self._sync(0.0, finished=True)
-        self.put_model(self._final(arrived.means, means) if self.rule.mean_is_model else self.anchors())
-
-    def models(self, comm: Communicator) -> list[Tensor]:
-        """Mean over ranks, the anchor, or the anchor as the mean under way will leave it."""
-        if self.rule.mean_is_model:
-            averaging = Averaging(comm, self.what, native=self._native, call="averaged_model")
-            return averaging.now([part.gather() for part in self.parts], 1.0, finished=False).means
-        if not self.rule.overlaps or not (arrived := self._averaging.arrived()).means:
-            return self.anchors()
-        drafts = [part.draft() for part in self.parts]
-        self._moved(drafts, [draft.gather() for draft in drafts], arrived)
-        return [draft[self.rule.anchors[0]] for draft in drafts]
-
-    def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
-        """State of the rule besides and, if it overlaps, the mean under way, which is waited for, and not applied."""
-        arrived = {}
-        if self.rule.overlaps:
-            arrived = {"arrived": self._averaging.arrived(waits=waits).state_dict(self.parts)}
-        return {**super().state_dict(), **arrived, **self.rule.state_dict()}  # waiting may change residuals
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Checks the rule's state and the mean under way besides; it is of all parameters."""
-        super().check(state)
-        self.rule.check(state)
-        if "rounds" in state and "rounds" not in self.needs:
-            raise ValueError("the state is of outer steps by rounds, and this optimizer is without")
-        if self.rule.overlaps:
-            refuse_other_shapes("arrived", state["arrived"]["means"], self.parts)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the rule besides, and stores the mean that was under way."""
-        super().load_state_dict(state)
-        self.rule.load_state_dict(state)
-        if self.rule.overlaps:
-            self._averaging.store(Arrived.of_state(state["arrived"], self.parts))
-
-    def _sync_all(self) -> None:
-        """Runs a boundary among all ranks in mid-training."""
-        self._sync(self.own_weight(self.block), finished=False)
+    def _end_block(self) -> None:
         self.block.end()
-        if not self.rule.overlaps:
-            self.owner.end_steps()
-        self.owner.let_in()
+        self._launched = 0
 
-    def _sync(self, weight: float, *, finished: bool) -> Arrived:
-        """Runs one boundary, and returns its means."""
-        self.next_boundary(self._averaging)
-        xs, overlaps = [part.gather() for part in self.parts], self.rule.overlaps
-        arrived = self._averaging.arrived() if overlaps else self._averaging.now(xs, weight, finished=finished)
-        refuse_nonfinite(self.parts, arrived.means, self.comm, self.what)
-        self._set_rates()
-        if self._ranks != self._averaging.ranks:  # of the means, alike on all ranks, whoever has died since then
-            self._ranks = self._averaging.ranks
-            self.rule.fit(self._ranks)
-        xs = self._moved(self.parts, xs, arrived)
-        self.put(xs)
-        if arrived.means:
-            self._at_mean = all(x is mean for x, mean in zip(xs, arrived.means, strict=True))
-        if overlaps and arrived.unfinished:
-            self._averaging.launch(xs, weight, finished=finished)
-        self.share()
+    def _exchange(self, *, finished: bool) -> Arrived:
+        """Exchanges the next fragment, at once or under way from now on; returns the means that were applied last."""
+        fragment, arrived = self.fragments[self._turn], Arrived([], 0.0, self.comm.size)
+        self.next_boundary(fragment.averaging)
+        for earlier in self._under_way():
+            if earlier is fragment or self.comm.elastic:
+                arrived = self._take(earlier, earlier.averaging.arrived())
+        xs = [part.gather() for part in fragment.parts]
+        weight = self.own_weight(fragment if self.by_fragment else self.block)
+        if not self.rule.overlaps and (finished or not self.delay):
+            arrived = self._take(fragment, fragment.averaging.now(xs, weight, finished=finished))
+        elif arrived.unfinished:
+            fragment.averaging.launch(xs, weight, finished=finished)
+            fragment.due = math.inf if self.delay is None else self.delay
+        fragment.done, fragment.weight = 0, 0.0
+        self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
+        if self._turn == 0:
+            for share in self._shared:
+                share()
         return arrived
 
-    def _moved(self, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
-        """Applies the rule, with the means or, where there are none, without."""
-        if not arrived.means:
-            return [self.rule.depart(part, x) for part, x in zip(parts, xs, strict=True)]
-        for part in parts:
-            part.weight = arrived.weight
-        moved = self.rule.apply(parts, xs, arrived.means)
-        for part in parts:
-            part.last_rate = part.rate
-        return moved
+    def _take(self, fragment: Fragment, arrived: Arrived) -> Arrived:
+        """Applies the rule to a fragment, and returns the means."""
+        refuse_nonfinite(fragment.parts, arrived.means, self.comm, self.what)
+        fragment.due = None
+        self._set_rates(fragment.parts)
+        if fragment.ranks != fragment.averaging.ranks:  # of the means, alike on all, whoever has died since then
+            fragment.ranks = fragment.averaging.ranks
+            fragment.rule.fit(fragment.ranks)
+        xs = _moved(fragment.rule, fragment.parts, [part.gather() for part in fragment.parts], arrived)
+        self.put(fragment.parts, xs)
+        if arrived.means:
+            self._at_mean = all(x is mean for x, mean in zip(xs, arrived.means, strict=True))
+        if not self.by_fragment and not self.rule.overlaps:
+            self.owner.end_steps()
+        self._opens = bool(arrived.unfinished)
+        return arrived
 
-    def _set_rates(self) -> None:
+    def _set_rates(self, parts: Iterable[Part]) -> None:
         """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
         rates = torch.tensor([group.get("lr", math.nan) for group in self.owner.param_groups], dtype=torch.float64)
         if self.rule.needs_rate:
             average_tensors([rates], self.comm, facts=f"learning rates of {self.what}")
-        for part in self.parts:
+        for part in parts:
             part.rate = float(rates[part.group])
 
     def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
@@ -413,3 +418,15 @@ class Boundaries(Driver):
         """
         moved = self._weighted or not (self._at_mean or self.rule.overlaps)
         return last or (self.models(self.comm) if moved else before or [part.gather() for part in self.parts])
+
+
+def _moved(rule: Rule, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
+    """Applies the rule, with the means or, where there are none, without."""
+    if not arrived.means:
+        return [rule.depart(part, x) for part, x in zip(parts, xs, strict=True)]
+    for part in parts:
+        part.weight = arrived.weight
+    moved = rule.apply(parts, xs, arrived.means)
+    for part in parts:
+        part.last_rate = part.rate
+    return moved

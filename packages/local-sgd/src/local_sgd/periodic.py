@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from local_sgd.averaging import Averaging
-from local_sgd.driver import Block, Boundaries, Driver
+from local_sgd.driver import Block, Driver
 from local_sgd.parts import digest
 from local_sgd.rule import Rule, check_rule
 from local_sgd.settings import Every, Settings, check_settings, number
@@ -86,7 +86,7 @@ class PeriodicAveraging(Wrapping):
         check_rule(rule)
         what = type(rule if type(self) is PeriodicAveraging else self).__name__
         check_settings(settings, what, type(self))
-        self.rule, self._driver, self._block = rule, driver or Boundaries(), Block(sync_every)
+        self.rule, self._driver, self._block = rule, driver or Driver(), Block(sync_every)
         self._model = model = settings.get("model")
         super().__init__(optimizer, None, settings.get("comm"), model=model, what=what)
         buffers = Buffers(model, settings.get("buffers", "keep"), self.comm, what)
@@ -302,7 +302,7 @@ class PeriodicAveraging(Wrapping):
         return sum(comm.bytes_sent for comm in self._driver.comms)
 
     def _refuse_native(self) -> None:
-        if self.rule.overlaps or self._driver.overlaps:
+        if self.rule.overlaps or self._driver.by_fragment:
             raise ValueError(f"native=True waits for the transport, but {self.what} goes on meanwhile: leave it out")
         if self._driver.compression:
             raise ValueError(
