@@ -79,11 +79,9 @@ class Averaging:
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """Exchanges the vectors; returns the means as soon as all ranks have come."""
-        self._give(vectors, weight, finished)
-        try:
+        with self._keeping_errors():
+            self._give(vectors, weight, finished)
             arrived = self._take()
-        finally:
-            self._given = []  # nothing is under way afterwards
         self._since = ""
         return arrived
 

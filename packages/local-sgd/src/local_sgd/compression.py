@@ -224,10 +224,6 @@ class CompressedAveraging(Averaging):
         super().__init__(comm, what, native=False)
         self._parts, self._anchor, self._compressed = parts, anchor, sums
 
-    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
-        self.launch(vectors, weight, finished=finished)
-        return self.arrived()
-
     def _give(self, vectors: Sequence[Tensor], weight: float, finished: bool) -> None:
         self._arrived, self._generation, self._given, spoilt = None, 0, [], False
         for part, x in zip(self._parts, vectors, strict=True):

@@ -7,7 +7,7 @@ import math
 import reprlib
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -45,10 +45,8 @@ class Block:
     def count(self, weight: float) -> bool:
         """Counts one step; returns whether it was the block's last."""
         if self.done == 0:
-            every = self.every
-            self.length = (
-                whole(f"sync_every({self.steps})", every(self.steps), " of steps") if callable(every) else every
-            )
+            length = self.every(self.steps) if callable(self.every) else self.every
+            self.length = whole(f"sync_every({self.steps})", length, " of steps")
         self.steps, self.done, self.weight = self.steps + 1, self.done + 1, self.weight + weight
         return self.done >= self.length
 
@@ -112,14 +110,10 @@ class Driver:
         names = [{id(p): name for name, p in piece.items()} for piece in self.pieces]
         self.parts = [part for named in names for part in parts_of(groups, named, nbytes, device)]
         self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
-        self._shared: list[Callable[[], None]] = []
-        if (policy := settings.get("inner_state", "keep")) != "keep":
-            self._shared.append(inner_state(policy, owner.optimizer, self.comm, self.what))
-        if settings.get("buffers", "keep") != "keep":
-            self._shared.append(buffers.at_boundary)
-        self._resets = policy == "reset"
+        self._policy = settings.get("inner_state", "keep")
+        self._share_inner_state = inner_state(self._policy, owner.optimizer, self.comm, self.what)
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
-        self.loaded, self.agreed = False, ""
+        self.loaded = False
         for part in self.parts:
             x = part.gather()
             part.kept = {name: x.clone() for name in rule.anchors}
@@ -139,7 +133,10 @@ class Driver:
             averaging.alike = rule.alike
             self.fragments.append(Fragment(parts, averaging, rule, self.by_fragment, self.comm.size))
         named = zlib.crc32(repr([fragment.names for fragment in self.fragments]).encode())
-        self.agree(f", {len(self.fragments)} fragments {named:08x}" * self.by_fragment + self.rule.alike())
+        self.agreed = f", {len(self.fragments)} fragments {named:08x}" * self.by_fragment + self.rule.alike()
+        if self.agreed and not self.owner.enters:  # newcomers compare it later
+            comm, facts = self.comm, f"{self.what}{self.agreed}"
+            comm.atomic(lambda: run(schedules.barrier(comm.rank, comm.size), comm, facts=facts))
         whole_model = [*self.rule.state_dict(), *["arrived"] * self.rule.overlaps]
         self.needs = [*NEEDS, *(["turn", "launched", "fragments"] if self.by_fragment else whole_model)]
         return [fragment.averaging for fragment in self.fragments]
@@ -278,12 +275,6 @@ class Driver:
         """Whether the state was saved by this rank, among the same number of ranks."""
         return bool((state.get("rank"), state.get("world_size")) == (self.comm.rank, self.comm.size))
 
-    def agree(self, facts: str) -> None:
-        """Compares facts that are known only after the rule has begun; "" is none. Newcomers compare them later."""
-        comm, self.agreed = self.comm, facts
-        if facts and not self.owner.enters:
-            comm.atomic(lambda: run(schedules.barrier(comm.rank, comm.size), comm, facts=f"{self.what}{facts}"))
-
     def join(self, state: Mapping[str, Any]) -> None:
         """Goes on from the state of another rank of an elastic group, with no steps of its own yet."""
         self.load_state_dict(state)
@@ -330,7 +321,7 @@ class Driver:
             since += f", begun with parameters of hash {self._begun % 2**64:016x} (load weights on all ranks alike),"
         averaging.agree(since)
         self.loaded, self._begun = False, None
-        if self.block.boundaries == 0 and not self._resets:
+        if self.block.boundaries == 0 and self._policy != "reset":
             warn_of_two_momenta(self.what, self.rule.gain(), self.owner.param_groups, self.block.length)
         self.block.boundaries += 1
 
@@ -381,8 +372,8 @@ class Driver:
         fragment.done, fragment.weight = 0, 0.0
         self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
         if self._turn == 0:
-            for share in self._shared:
-                share()
+            self._share_inner_state()
+            self.buffers.at_boundary()
         return arrived
 
     def _take(self, fragment: Fragment, arrived: Arrived) -> Arrived:

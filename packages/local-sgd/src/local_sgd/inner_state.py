@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 def inner_state(policy: str, optimizer: Optimizer, comm: Communicator, what: str) -> Callable[[], None]:
     """Policy as a function that every rank calls at a boundary.
 
-    policy: "reset" to nothing; "average" of what has a parameter's shape. The averaged entries are those that a step
-    makes, known beforehand, so that a rank on which a parameter has no state yet takes part: its zeros count, and it
-    gets nothing. Step counters and the like stay each rank's own.
+    policy: "keep" as it is; "reset" to nothing; "average" of what has a parameter's shape. The averaged entries are
+    those that a step makes, known beforehand, so that a rank on which a parameter has no state yet takes part: its
+    zeros count, and it gets nothing. Step counters and the like stay each rank's own.
     """
-    if policy == "reset":
-        return lambda: optimizer.state.clear()
+    if policy != "average":
+        return (lambda: optimizer.state.clear()) if policy == "reset" else (lambda: None)
     return partial(_average, optimizer, _foreseen(optimizer), comm, f"inner state of {what}")
 
 
