@@ -14,7 +14,6 @@ from replicas import Buffers, Wrapping, restored
 from torch import nn
 from torch.optim import Optimizer
 
-from local_sgd.averaging import Averaging
 from local_sgd.driver import Block, Driver
 from local_sgd.parts import digest
 from local_sgd.rule import Rule, check_rule
@@ -143,9 +142,10 @@ class PeriodicAveraging(Wrapping):
         nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
         dense = (block.steps - self._steps_before) * (2 * nbytes * (size - 1) // size)
         sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": dense}
-        waited, under_way = Averaging.seconds(self._driver.averagings)
-        seconds = {"seconds_exchanging": under_way, "seconds_waited": waited}
-        hidden = max(0.0, under_way - waited)
+        waited = sum(averaging.waited for averaging in self._driver.averagings)
+        exchanging = sum(averaging.exchanging for averaging in self._driver.averagings)
+        seconds = {"seconds_exchanging": exchanging, "seconds_waited": waited}
+        hidden = max(0.0, exchanging - waited)
         return Stats(steps=block.steps, boundaries=block.boundaries, **sent, **seconds, seconds_hidden=hidden)
 
     def __repr__(self) -> str:
