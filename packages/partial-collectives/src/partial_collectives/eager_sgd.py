@@ -220,11 +220,9 @@ class EagerSGD(Wrapping):
         if self._elastic is None:
             self._rounds.load_state_dict(own["rounds"])
         self.optimizer.load_state_dict(wrapped)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(own["scheduler"])
-        self.applied, self.gradients, self._known = own["applied"], own["gradients"], None
+        self.load_shared_state({**own, "round": own["rounds"]["machine"]["round"]})
+        self._known, self._generation = None, 0
         if self._elastic is not None:
-            self._round, self._generation = own["rounds"]["machine"]["round"], 0
             self._agree(self._elastic, finished=False)
 
     def shared_state(self) -> dict[str, Any]:
@@ -282,8 +280,12 @@ class EagerSGD(Wrapping):
         if self._shared is None:
             return finished
         self._shared.at_boundary()
-        unfinished = schedules.allreduce(torch.tensor([int(not finished)]), self.comm.rank, self.comm.size)
-        return not run(unfinished, self.comm, facts="EagerSGD: who has finished").item()
+        return not self._unfinished(finished)
+
+    def _unfinished(self, finished: bool) -> int:
+        """Number of ranks that have more steps."""
+        more = schedules.allreduce(torch.tensor([int(not finished)]), self.comm.rank, self.comm.size)
+        return int(run(more, self.comm, facts="EagerSGD: who has finished").item())
 
     def _agree(self, elastic: Elastic, *, finished: bool) -> bool:
         """Lets ranks come and go where all have met; whether all have finished. A newcomer begins with it.
@@ -301,17 +303,16 @@ class EagerSGD(Wrapping):
 
     def _together(self, elastic: Elastic, finished: bool) -> int:
         """Number of ranks that have more steps, among the current ones, to whom rounds belong from now on."""
-        more = schedules.allreduce(torch.tensor([int(not finished)]), elastic.rank, elastic.size)
-        unfinished = run(more, elastic, facts="EagerSGD: who has finished")
+        unfinished = self._unfinished(finished)
         if self._generation != elastic.generation:  # and nobody needs the last rounds any more
             self._part()
-            quorum = self._settings.get("quorum", "majority")
             rounds = self._settings.copy()
-            rounds["quorum"] = min(quorum, elastic.size) if isinstance(quorum, int) else quorum
+            if isinstance(quorum := rounds.get("quorum"), int):
+                rounds["quorum"] = min(quorum, elastic.size)
             self._rounds = PartialAllreduce(self._like, elastic.group, **rounds)
             self._rounds.load_state_dict(_between(self._round, elastic.size), joins=True)
             self._generation = elastic.generation
-        return int(unfinished.item())
+        return unfinished
 
     def _opened(self) -> bool:
         """Whether all current ranks have met in the rounds."""
