@@ -74,8 +74,8 @@ class Driver:
     blocks.
 
     parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries; nearest:
-    between two exchanges, of which a boundary may have several. averagings: all exchanges, among all ranks. comms: what
-    they go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary. agreed:
+    between two exchanges, of which a boundary may have several. fragments: exchanges, among all ranks. comms: what they
+    go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary. agreed:
     facts that ranks compared at the beginning. needs: keys of `state_dict` that must be there.
     """
 
@@ -104,11 +104,11 @@ class Driver:
         self.block, self.nearest, self.buffers = block, block, buffers
         self._weighted, self._native = settings.get("weighted", False), settings.get("native", False)
         device = None if settings.get("anchor_device") is None else torch.device(str(settings["anchor_device"]))
-        groups, nbytes, self.pieces = owner.param_groups, settings.get("bucket_bytes"), [owner.trained]
-        if self.by_fragment:
-            self.pieces = fragments_of(owner.trained, self._asked)
-        names = [{id(p): name for name, p in piece.items()} for piece in self.pieces]
-        self.parts = [part for named in names for part in parts_of(groups, named, nbytes, device)]
+        self._pieces = [
+            (list(piece), parts_of(owner.param_groups, piece, settings.get("bucket_bytes"), device))
+            for piece in fragments_of(owner.trained, self._asked)
+        ]
+        self.parts = [part for _, parts in self._pieces for part in parts]
         self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
         self._policy = settings.get("inner_state", "keep")
         self._share_inner_state = inner_state(self._policy, owner.optimizer, self.comm, self.what)
@@ -118,18 +118,17 @@ class Driver:
             x = part.gather()
             part.kept = {name: x.clone() for name in rule.anchors}
             part.kept |= {name: torch.zeros_like(x) for name in rule.momenta}
-        self.averagings = self.connect()
+        self.connect()
         self.all_hold([part.gather() for part in self.parts])
 
-    def connect(self) -> list[Averaging]:
+    def connect(self) -> None:
         """Makes the exchanges, among all ranks, each with a rule begun for it."""
-        self.fragments, rules = list[Fragment](), [self.rule, *(copy.copy(self.rule) for _ in self.pieces[1:])]
-        for piece, rule in zip(self.pieces, rules, strict=True):
-            parts = [part for part in self.parts if part.names[0] in piece]
+        self.fragments, rules = list[Fragment](), [self.rule, *(copy.copy(self.rule) for _ in self._pieces[1:])]
+        for (names, parts), rule in zip(self._pieces, rules, strict=True):
             averaging = Averaging(self.comm, self.what, native=self._native)
             if self.sums is not None:
                 averaging = CompressedAveraging(self.comm, self.what, parts, rule.anchors[0], self.sums)
-            rule.begin(parts, list(piece))
+            rule.begin(parts, names)
             averaging.alike = rule.alike
             self.fragments.append(Fragment(parts, averaging, rule, self.by_fragment, self.comm.size))
         named = zlib.crc32(repr([fragment.names for fragment in self.fragments]).encode())
@@ -139,7 +138,6 @@ class Driver:
             comm.atomic(lambda: run(schedules.barrier(comm.rank, comm.size), comm, facts=facts))
         whole_model = [*self.rule.state_dict(), *["arrived"] * self.rule.overlaps]
         self.needs = [*NEEDS, *(["turn", "launched", "fragments"] if self.by_fragment else whole_model)]
-        return [fragment.averaging for fragment in self.fragments]
 
     def count(self, weight: float) -> None:
         """Counts a step, applies the means that are due, and exchanges what comes next."""
@@ -201,9 +199,7 @@ class Driver:
 
         waits: for what is under way, which is part of it. False, for newcomers: it says only that it is under way.
         """
-        exchanges = [
-            fragment.state_dict(waits=waits) for fragment in self.fragments
-        ]  # first: waiting changes residuals
+        exchanges = [fragment.state_dict(waits=waits) for fragment in self.fragments]  # waiting changes residuals
         own = exchanges[0]
         if self.by_fragment:
             fragments = {str(turn): exchange for turn, exchange in enumerate(exchanges)}
@@ -327,9 +323,7 @@ class Driver:
 
     def own_weight(self, block: Block | Fragment) -> float:
         """Weight of this rank in the mean at the end of its block, or of a fragment's."""
-        if block.done == 0:
-            return 0.0
-        return block.weight if self._weighted else 1.0
+        return block.weight if self._weighted else float(block.done > 0)
 
     def refuse_undrained(self, unfinished: int) -> None:
         """Raises RuntimeError where ranks go on while this one drains."""

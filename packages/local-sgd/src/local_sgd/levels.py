@@ -55,13 +55,13 @@ class TwoLevels(Driver):
         """The group's means besides."""
         return {**super().facts(), "levels": f"{self._near.every} steps, {self._times} times"}
 
-    def connect(self) -> list[Averaging]:
+    def connect(self) -> None:
         """Makes the exchange within the group besides."""
         self._group, self.nearest = as_communicator(self._given), self._near
         _refuse_gaps(self._group, self.comm)
         self.comms = [self.comm, self._group]
         self._within = Averaging(self._group, f"{self.what} in its group", native=self._native)
-        return super().connect()
+        super().connect()
 
     def count(self, weight: float) -> None:
         """Counts a step; averages within the small group, and exchanges among all ranks, where that is due."""

@@ -14,13 +14,13 @@ from local_sgd.rule import Part
 
 
 def parts_of(
-    groups: Sequence[Mapping[str, object]], names: Mapping[int, str], nbytes: int | None, device: torch.device | None
+    groups: Sequence[Mapping[str, object]], named: Mapping[str, Tensor], nbytes: int | None, device: torch.device | None
 ) -> list[Part]:
-    """Cuts the parameters that have a name into parts of at most `nbytes` each; a larger tensor is a part by itself.
+    """Cuts the named parameters into parts of at most `nbytes` each; a larger tensor is a part by itself.
 
-    names: by the parameter's id. device: where vectors live, default the parameters'.
+    device: where vectors live, default the parameters'.
     """
-    parts = []
+    names, parts = {id(p): name for name, p in named.items()}, []
     for position, group in enumerate(groups):
         members = [p for p in group["params"] if id(p) in names]  # type: ignore[attr-defined]
         for bucket in buckets_of(members, nbytes):

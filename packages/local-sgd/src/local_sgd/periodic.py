@@ -142,8 +142,8 @@ class PeriodicAveraging(Wrapping):
         nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
         dense = (block.steps - self._steps_before) * (2 * nbytes * (size - 1) // size)
         sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": dense}
-        waited = sum(averaging.waited for averaging in self._driver.averagings)
-        exchanging = sum(averaging.exchanging for averaging in self._driver.averagings)
+        waited = sum(fragment.averaging.waited for fragment in self._driver.fragments)
+        exchanging = sum(fragment.averaging.exchanging for fragment in self._driver.fragments)
         seconds = {"seconds_exchanging": exchanging, "seconds_waited": waited}
         hidden = max(0.0, exchanging - waited)
         return Stats(steps=block.steps, boundaries=block.boundaries, **sent, **seconds, seconds_hidden=hidden)
@@ -205,8 +205,8 @@ class PeriodicAveraging(Wrapping):
 
     def wait(self) -> None:
         """Waits for the exchange under way, so that it can be counted; it is applied at the next boundary as ever."""
-        for averaging in self._driver.averagings:
-            averaging.wait()
+        for fragment in self._driver.fragments:
+            fragment.averaging.wait()
 
     @contextmanager
     def averaged_model(self, *, comm: Any = None) -> Iterator[nn.Module | None]:

@@ -9,7 +9,6 @@ import torch
 from communicators import CollectiveError, Communicator
 from torch import Tensor
 
-from local_sgd.averaging import Averaging
 from local_sgd.driver import Driver
 from local_sgd.outer import OuterStep
 from local_sgd.settings import Settings
@@ -59,7 +58,7 @@ class OuterRounds(Driver):
             )
         self._make, self._ended = make, False
 
-    def connect(self) -> list[Averaging]:
+    def connect(self) -> None:
         """Begins the outer optimizer, and makes the rounds, which are all that is exchanged."""
         super().connect()
         self.needs.append("rounds")
@@ -70,7 +69,6 @@ class OuterRounds(Driver):
                 "without compress, allreduce makes rounds; a sum of what a compressor sends goes with compress"
             )
             raise
-        return []
 
     def count(self, weight: float) -> None:
         """Counts a step; contributes the change of a block that has ended."""
