@@ -60,8 +60,7 @@ class Block:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters."""
-        for name in COUNTERS:
-            setattr(self, name, state[name])
+        vars(self).update({name: state[name] for name in COUNTERS})
 
 
 class Driver:
