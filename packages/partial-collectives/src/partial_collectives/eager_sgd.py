@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partial_collectives.partial_allreduce import PartialAllreduce, RoundSettings
-from partial_collectives.protocol.events import Stage
 from partial_collectives.result import PartialResult
 from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
 from partial_collectives.stragglers import Lateness
@@ -310,7 +309,9 @@ class EagerSGD(Wrapping):
             if isinstance(quorum := rounds.get("quorum"), int):
                 rounds["quorum"] = min(quorum, elastic.size)
             self._rounds = PartialAllreduce(self._like, elastic.group, **rounds)
-            self._rounds.load_state_dict(_between(self._round, elastic.size), joins=True)
+            state = self._rounds.state_dict()
+            state["machine"]["round"] = self._round
+            self._rounds.load_state_dict(state, joins=True)
             self._generation = elastic.generation
         return unfinished
 
@@ -351,12 +352,6 @@ class EagerSGD(Wrapping):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
-
-
-def _between(round_: int, size: int) -> dict[str, Any]:
-    """State of a `PartialAllreduce` between two rounds, where nothing is under way."""
-    everyone = {"missed": [0] * size, "running": [], "unfinished": [], "stage": Stage.RUNNING, "holds": False}
-    return {"machine": {"round": round_, "seed": 0, **everyone}, "results": []}
 
 
 def _name(scheduler: Any) -> str | None:
