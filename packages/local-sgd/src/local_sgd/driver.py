@@ -161,7 +161,8 @@ class Driver:
         left = math.inf if most is None else most + self.rule.overlaps
         if not self.rule.overlaps:
             for fragment in self._under_way():
-                if self._take(fragment, fragment.averaging.arrived()).unfinished and most is None:
+                self._take(fragment, fragment.averaging.arrived())
+                if self._opens and most is None:
                     self.owner.let_in(at_once=True)
         ended, arrived, before = 0, Arrived([], 0.0, 0), list[Tensor]()
         while ended < len(self.fragments):
@@ -341,8 +342,8 @@ class Driver:
         return [fragment for fragment in ordered if fragment.due is not None]
 
     def _launches_by_now(self) -> int:
-        count, τ = len(self.fragments), self.block.length
-        return sum(max(1, k * τ // count) <= self.block.done for k in range(1, count + 1))
+        count = len(self.fragments)  # the most k of which k·τ/F < the step that comes
+        return min(count, ((self.block.done + 1) * count - 1) // self.block.length)
 
     def _end_block(self) -> None:
         self.block.end()
@@ -352,13 +353,17 @@ class Driver:
         """Exchanges the next fragment, at once or under way from now on; returns the means that were applied last."""
         fragment, arrived = self.fragments[self._turn], Arrived([], 0.0, self.comm.size)
         self.next_boundary(fragment.averaging)
+        xs: list[Tensor] = []
         for earlier in self._under_way():
             if earlier is fragment or self.comm.elastic:
-                arrived = self._take(earlier, earlier.averaging.arrived())
-        xs = [part.gather() for part in fragment.parts]
+                arrived = earlier.averaging.arrived()
+                xs = self._take(earlier, arrived)
+        if not self.rule.overlaps:
+            xs = [part.gather() for part in fragment.parts]
         weight = self.own_weight(fragment if self.by_fragment else self.block)
         if not self.rule.overlaps and (finished or not self.delay):
-            arrived = self._take(fragment, fragment.averaging.now(xs, weight, finished=finished))
+            arrived = fragment.averaging.now(xs, weight, finished=finished)
+            self._take(fragment, arrived, xs)
         elif arrived.unfinished:
             fragment.averaging.launch(xs, weight, finished=finished)
             fragment.due = math.inf if self.delay is None else self.delay
@@ -369,22 +374,22 @@ class Driver:
             self.buffers.at_boundary()
         return arrived
 
-    def _take(self, fragment: Fragment, arrived: Arrived) -> Arrived:
-        """Applies the rule to a fragment, and returns the means."""
+    def _take(self, fragment: Fragment, arrived: Arrived, xs: list[Tensor] | None = None) -> list[Tensor]:
+        """Applies the rule to a fragment, and returns x after it; xs: x before it, where that is known."""
         refuse_nonfinite(fragment.parts, arrived.means, self.comm, self.what)
         fragment.due = None
         self._set_rates(fragment.parts)
         if fragment.ranks != fragment.averaging.ranks:  # of the means, alike on all, whoever has died since then
             fragment.ranks = fragment.averaging.ranks
             fragment.rule.fit(fragment.ranks)
-        xs = _moved(fragment.rule, fragment.parts, [part.gather() for part in fragment.parts], arrived)
+        xs = _moved(fragment.rule, fragment.parts, xs or [part.gather() for part in fragment.parts], arrived)
         self.put(fragment.parts, xs)
         if arrived.means:
             self._at_mean = all(x is mean for x, mean in zip(xs, arrived.means, strict=True))
         if not self.by_fragment and not self.rule.overlaps:
             self.owner.end_steps()
         self._opens = bool(arrived.unfinished)
-        return arrived
+        return xs
 
     def _set_rates(self, parts: Iterable[Part]) -> None:
         """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
