@@ -328,3 +328,32 @@ def test_a_drained_state_of_more_ranks_loads_where_fewer_are_left(kind):
 
     ends = SimulatedWorld(RANKS).run(body)
     assert all(same(end, ends[0]) for end in ends[:3])
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_a_rank_leaves_after_a_step_that_exchanges_several_fragments(delay, every, compress):
+    """Not amid the step, which it takes to its end; all others go on without it, and agree."""
+
+    def body(comm):
+        comm.elapse(comm.rank * 1e-9)
+        world, model, steps = Elastic(comm), Model(), 0
+        optimizer = StreamingDiLoCo(
+            SGD(model.parameters()), comm=world, sync_every=every, fragments=3, delay=delay, compress=compress
+        )
+        for _ in world.deal(range(12 * RANKS), batch_size=RANKS):
+            if comm.rank == 1 and steps == 4:
+                world.leave()
+            comm.elapse(SECONDS)
+            take_step("", model, optimizer, comm.rank, steps)
+            steps += 1
+        if world.leaving:
+            return steps
+        optimizer.finish()
+        return world.size, [p.detach() for p in model.parameters()]
+
+    first, left, *others = SimulatedWorld(RANKS).run(body)
+    assert 5 <= left <= 5 + every + delay
+    assert first[0] == RANKS - 1
+    assert all(all(map(torch.equal, first[1], end)) for _, end in others)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +32,8 @@ class Arrived:
     def state_dict(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Means by parameter, zeros where there are none; weight and count."""
         means = self.means or [torch.zeros_like(part.gather()) for part in parts]
-        return {
-            "means": by_name(parts, means),
-            "weight": self.weight,
-            "unfinished": self.unfinished,
-            "since": self.since,
-        }
+        facts = {"weight": self.weight, "unfinished": self.unfinished, "since": self.since}
+        return {"means": by_name(parts, means), **facts}
 
     @staticmethod
     def of_state(state: Mapping[str, Any], parts: Sequence[Part]) -> Arrived:
@@ -70,14 +66,8 @@ class Averaging:
         self.ranks = comm.first_size
         self._arrived: Arrived | None = None
         self._error: Exception | None = None
-        self._waited = self._under_way = self._began = 0.0
+        self.waited = self.exchanging = self._began = 0.0
         self._since = self._next_since = ""
-
-    @staticmethod
-    def seconds(averagings: Iterable[Averaging]) -> tuple[float, float]:
-        """Seconds that this rank waited for exchanges, and seconds that they took."""
-        waits = [(averaging._waited, averaging._under_way) for averaging in averagings]
-        return sum(waited for waited, _ in waits), sum(under_way for _, under_way in waits)
 
     def agree(self, since: str) -> None:
         """Adds to the facts of the next exchange that it is the first one after `since`."""
@@ -85,12 +75,10 @@ class Averaging:
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """Exchanges the vectors; returns the means as soon as all ranks have come."""
-        self._since, self._next_since = self._next_since, ""
-        self._give(vectors, weight, finished)
-        try:
+        with self._keeping_errors():
+            self._since, self._next_since = self._next_since, ""
+            self._give(vectors, weight, finished)
             return self._take()
-        finally:
-            self._given = []  # nothing is under way afterwards
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange of the vectors as they are now, of which it takes one copy."""
@@ -103,7 +91,7 @@ class Averaging:
             except CollectiveError:
                 if not self._comm.elastic:  # there it is launched again when it is taken
                     raise
-            self._waited += self._comm.clock() - came  # for a sum that does not run in the background
+            self.waited += self._comm.clock() - came  # for a sum that does not run in the background
 
     def arrived(self, *, waits: bool = True) -> Arrived:
         """Waits for the last launch and returns its means, which stay until the next launch.
@@ -146,9 +134,15 @@ class Averaging:
 
     def _summed(self, carry: Callable[..., Any]) -> list[Any]:
         """Sums over ranks, or the works of them."""
-        if self._native and (facts := self._since + self.alike()):  # the transport's sum agrees on its size alone
-            run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
-        return [self._sum(payload, carry) for payload in self._given]
+        rank, size = self._comm.rank, self._comm.size
+        if not self._native:
+            sums = [(x, self._facts(f" of {x.numel() - 2} elements, {x.dtype}")) for x in self._given]
+            return [
+                carry(schedules.allreduce(x, rank, size), self._comm, facts=facts, device=x.device) for x, facts in sums
+            ]
+        if facts := self._since + self.alike():  # the transport's sum agrees on its size alone
+            run(schedules.barrier(rank, size), self._comm, facts=f"{self._what}{facts}")
+        return [allreduce(x, self._comm) for x in self._given]
 
     def _awaited(self) -> tuple[list[Any], int]:
         """Sums of what was given, and the number of ranks; of what was started in another group nothing is used."""
@@ -161,16 +155,18 @@ class Averaging:
         came = self._comm.clock()
         totals, self.ranks = self._comm.atomic(self._awaited)
         now = self._comm.clock()
-        self._waited += now - came
+        self.waited += now - came
         ends = [one.ended or now for one in self._sums if isinstance(one, Work)]
-        self._under_way += max(ends, default=now) - self._began
+        self.exchanging += max(ends, default=now) - self._began
         arrived = self._taken(totals)
         self._given, self._sums = [], []  # only now, so that an interrupted wait can be repeated
         return arrived
 
     def _taken(self, totals: list[Any]) -> Arrived:
         """Means of sums that all ranks have taken."""
-        return _means(totals)
+        weight, unfinished = totals[0][-2:].tolist()
+        means = [total[:-2].div_(total[-2]) for total in totals] if weight else []
+        return Arrived(means, weight, int(unfinished))
 
     @contextmanager
     def _keeping_errors(self) -> Iterator[None]:
@@ -182,14 +178,6 @@ class Averaging:
         except Exception as error:
             self._error = error
             raise
-
-    def _sum(self, payload: Tensor, carry: Callable[..., Any]) -> Any:
-        """Sum over ranks, or the work of it; carry: `run` or `start`."""
-        if self._native:
-            return allreduce(payload, self._comm)
-        schedule = schedules.allreduce(payload, self._comm.rank, self._comm.size)
-        facts = self._facts(f" of {payload.numel() - 2} elements, {payload.dtype}")
-        return carry(schedule, self._comm, facts=facts, device=payload.device)
 
     def _facts(self, of: str) -> str:
         return (
@@ -206,12 +194,6 @@ def _payload(x: Tensor, weight: float, finished: bool) -> Tensor:
         payload.zero_()
     payload[-2], payload[-1] = weight, float(not finished)
     return payload
-
-
-def _means(totals: list[Tensor]) -> Arrived:
-    weight, unfinished = totals[0][-2:].tolist()
-    means = [total[:-2].div_(total[-2]) for total in totals] if weight else []
-    return Arrived(means, weight, int(unfinished))
 
 
 def all_finite(x: Tensor) -> bool:

@@ -124,11 +124,6 @@ class RoundedSum:
         schedule = schedules.quantised_allreduce(selected.sent, self._comm.rank, self._comm.size, bits=self._bits)
         return start(schedule, self._comm, facts=facts, device=x.device)
 
-    def total(self, selected: Selected, result: Any) -> Tensor:
-        """Total as a vector."""
-        total: Tensor = result.total
-        return total.to(selected.given.dtype)
-
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, the old one stays, and nothing is lost."""
         if applied:
@@ -166,15 +161,6 @@ class SparseSum:
     def launch(self, selected: Selected) -> Any:
         """Starts the sum of what was selected; again, where the group has changed."""
         return self._allreduce(selected.sent, self._comm)
-
-    def total(self, selected: Selected, result: Any) -> Tensor:
-        """Total as a vector."""
-        total: Tensor = result.total if isinstance(result.total, Tensor) else result.total.to_dense()
-        if total.numel() != selected.given.numel():
-            raise ValueError(
-                f"allreduce gave a total of {total.numel()} elements for a change of {selected.given.numel()}"
-            )
-        return total.reshape(-1).to(selected.given)
 
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, all that was sent goes back, and nothing is lost."""
@@ -224,10 +210,6 @@ class CompressedAveraging(Averaging):
         super().__init__(comm, what, native=False)
         self._parts, self._anchor, self._compressed = parts, anchor, sums
 
-    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
-        self.launch(vectors, weight, finished=finished)
-        return self.arrived()
-
     def _give(self, vectors: Sequence[Tensor], weight: float, finished: bool) -> None:
         self._arrived, self._generation, self._given, spoilt = None, 0, [], False
         for part, x in zip(self._parts, vectors, strict=True):
@@ -248,7 +230,7 @@ class CompressedAveraging(Averaging):
     def _taken(self, totals: list[Any]) -> Arrived:
         head, *results = totals
         weight, unfinished = head.tolist()
-        totals = [self._compressed.total(*each) for each in zip(self._given, results, strict=True)]
+        totals = list(map(_total, self._given, results))
         applied = bool(weight) and all(map(all_finite, totals))
         for each, result in zip(self._given, results, strict=True):
             self._compressed.feed_back(each, result, applied=applied)
@@ -256,6 +238,14 @@ class CompressedAveraging(Averaging):
             return Arrived([], 0.0, int(unfinished))
         means = [each.part[self._anchor] + total / weight for each, total in zip(self._given, totals, strict=True)]
         return Arrived(means, weight, int(unfinished))
+
+
+def _total(selected: Selected, result: Any) -> Tensor:
+    """Total over ranks as a vector."""
+    total: Tensor = result.total if isinstance(result.total, Tensor) else result.total.to_dense()
+    if total.numel() != selected.given.numel():
+        raise ValueError(f"allreduce gave a total of {total.numel()} elements for a change of {selected.given.numel()}")
+    return total.reshape(-1).to(selected.given)
 
 
 def _vectors(cut: list[Any]) -> str:

@@ -1,12 +1,13 @@
-"""Boundaries: ranks exchange means, and every rank applies the rule to them, in mid-training and at its end."""
+"""Exchanges of means, to which every rank applies the rule, in mid-training and at its end."""
 
 from __future__ import annotations
 
+import copy
 import math
 import reprlib
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
 from local_sgd.compression import CompressedAveraging, Compression
+from local_sgd.fragments import Fragment, Fragments, fragments_of
 from local_sgd.inner_state import inner_state
 from local_sgd.parts import by_name, digest, parts_of, refuse_other_shapes
 from local_sgd.rule import Part, Rule
@@ -43,10 +45,8 @@ class Block:
     def count(self, weight: float) -> bool:
         """Counts one step; returns whether it was the block's last."""
         if self.done == 0:
-            every = self.every
-            self.length = (
-                whole(f"sync_every({self.steps})", every(self.steps), " of steps") if callable(every) else every
-            )
+            length = self.every(self.steps) if callable(self.every) else self.every
+            self.length = whole(f"sync_every({self.steps})", length, " of steps")
         self.steps, self.done, self.weight = self.steps + 1, self.done + 1, self.weight + weight
         return self.done >= self.length
 
@@ -60,33 +60,41 @@ class Block:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters."""
-        for name in COUNTERS:
-            setattr(self, name, state[name])
+        vars(self).update({name: state[name] for name in COUNTERS})
 
 
-class Driver(ABC):
+class Driver:
     """Parameters as parts with the rule's state, and the points at which ranks exchange them; of one optimizer.
 
+    The whole model is exchanged at the end of a block; the mean of a rule that overlaps travels during the next one.
+    With a delay it is one of F fragments every τ/F steps. The k-th of a block is launched after its step ⌊k·τ/F⌋, and
+    its mean applied `delay` steps later, or before its next launch where that comes earlier. In an elastic group it is
+    applied before the next launch of any, so that launches and means come in one order on all ranks, whatever their
+    blocks.
+
     parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries; nearest:
-    between two exchanges, of which a boundary may have several. averagings: all exchanges, among all ranks. comms: what
-    they go over. ranks: number for which the rule is prepared, alike on all of them. drained: all ranks hold the model.
-    loaded: whether a state was loaded since the last boundary. agreed: facts that ranks compared at the beginning.
+    between two exchanges, of which a boundary may have several. fragments: exchanges, among all ranks. comms: what they
+    go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary. agreed:
+    facts that ranks compared at the beginning. needs: keys of `state_dict` that must be there.
     """
 
     two_levels = False
-    overlaps = False
-    """Whether training goes on during an exchange, whatever the rule."""
     inelastic: ClassVar[str] = ""
     """Reason why its ranks cannot come and go."""
-    needs: tuple[str, ...] = NEEDS
-    """Keys of `state_dict` that must be there."""
 
-    def __init__(self, compression: Compression | None = None) -> None:
-        self.compression = compression or Compression()
+    def __init__(
+        self, compression: Compression | None = None, fragments: Fragments = 1, delay: int | None = None
+    ) -> None:
+        self.compression, self.delay = compression or Compression(), delay
+        self.by_fragment, self._asked = delay is not None, fragments
+        self._turn = self._launched = 0  # the next fragment; how many were launched in this block
+        self._at_mean = True  # whether the last exchange left every rank at the mean
+        self._opens = False  # whether ranks may come and go after this step
 
     def facts(self) -> dict[str, Any]:
         """Settings that ranks must share, by name."""
-        return {"compress": self.compression} if self.compression else {}
+        delay = {"delay": self.delay} if self.by_fragment else {}
+        return {**delay, "compress": self.compression} if self.compression else delay
 
     def begin(self, owner: Wrapping, rule: Rule, block: Block, buffers: Buffers, settings: Settings) -> None:
         """Starts the rule's state from x, the model, which all ranks hold; nothing is launched yet."""
@@ -95,45 +103,92 @@ class Driver(ABC):
         self.block, self.nearest, self.buffers = block, block, buffers
         self._weighted, self._native = settings.get("weighted", False), settings.get("native", False)
         device = None if settings.get("anchor_device") is None else torch.device(str(settings["anchor_device"]))
-        groups, nbytes, self.pieces = owner.param_groups, settings.get("bucket_bytes"), self.cut(owner.trained)
-        names = [{id(p): name for name, p in piece.items()} for piece in self.pieces]
-        self.parts = [part for named in names for part in parts_of(groups, named, nbytes, device)]
+        self._pieces = [
+            (list(piece), parts_of(owner.param_groups, piece, settings.get("bucket_bytes"), device))
+            for piece in fragments_of(owner.trained, self._asked)
+        ]
+        self.parts = [part for _, parts in self._pieces for part in parts]
         self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
-        self._shared: list[Callable[[], None]] = []
-        if (policy := settings.get("inner_state", "keep")) != "keep":
-            self._shared.append(inner_state(policy, owner.optimizer, self.comm, self.what))
-        if settings.get("buffers", "keep") != "keep":
-            self._shared.append(buffers.at_boundary)
-        self._resets = policy == "reset"
+        self._policy = settings.get("inner_state", "keep")
+        self._share_inner_state = inner_state(self._policy, owner.optimizer, self.comm, self.what)
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
-        self.loaded, self.agreed = False, ""
-        self.ranks = self.comm.first_size
+        self.loaded = False
         for part in self.parts:
             x = part.gather()
             part.kept = {name: x.clone() for name in rule.anchors}
             part.kept |= {name: torch.zeros_like(x) for name in rule.momenta}
-        self.averagings = self.connect()
+        self.connect()
         self.all_hold([part.gather() for part in self.parts])
 
-    def cut(self, trained: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Groups the parameters that are exchanged together; no part spans two groups."""
-        return [trained]
+    def connect(self) -> None:
+        """Makes the exchanges, among all ranks, each with a rule begun for it."""
+        self.fragments, rules = list[Fragment](), [self.rule, *(copy.copy(self.rule) for _ in self._pieces[1:])]
+        for (names, parts), rule in zip(self._pieces, rules, strict=True):
+            averaging = Averaging(self.comm, self.what, native=self._native)
+            if self.sums is not None:
+                averaging = CompressedAveraging(self.comm, self.what, parts, rule.anchors[0], self.sums)
+            rule.begin(parts, names)
+            averaging.alike = rule.alike
+            self.fragments.append(Fragment(parts, averaging, rule, self.by_fragment, self.comm.first_size))
+        named = zlib.crc32(repr([fragment.names for fragment in self.fragments]).encode())
+        self.agreed = f", {len(self.fragments)} fragments {named:08x}" * self.by_fragment + self.rule.alike()
+        if self.agreed and not self.owner.enters:  # newcomers compare it later
+            comm, facts = self.comm, f"{self.what}{self.agreed}"
+            comm.atomic(lambda: run(schedules.barrier(comm.rank, comm.size), comm, facts=facts))
+        whole_model = [*self.rule.state_dict(), *["arrived"] * self.rule.overlaps]
+        self.needs = [*NEEDS, *(["turn", "launched", "fragments"] if self.by_fragment else whole_model)]
 
-    @abstractmethod
-    def connect(self) -> list[Averaging]:
-        """Makes the exchanges, among all ranks, and begins the rule."""
-
-    @abstractmethod
     def count(self, weight: float) -> None:
-        """Counts a step, and exchanges what is due."""
+        """Counts a step, applies the means that are due, and exchanges what comes next."""
+        self.block.count(weight)
+        for fragment in self.fragments:
+            fragment.done, fragment.weight = fragment.done + 1, fragment.weight + weight
+        for fragment in self._under_way():
+            assert fragment.due is not None
+            fragment.due -= 1
+            if fragment.due <= 0:
+                self._take(fragment, fragment.averaging.arrived())
+        while self._launched < self._launches_by_now():
+            self._exchange(finished=False)
+        if self._launched == len(self.fragments):
+            self._end_block()
+        if self._opens:  # only now, because a rank that leaves goes at once
+            self._opens = False
+            self.owner.let_in()
 
-    @abstractmethod
     def end(self, *, most: int | None) -> None:
         """Ends this rank's steps with the model in place; most: boundaries to it at most, on all ranks at once."""
+        left = math.inf if most is None else most + self.rule.overlaps
+        if not self.rule.overlaps:
+            for fragment in self._under_way():
+                self._take(fragment, fragment.averaging.arrived())
+                if self._opens and most is None:
+                    self.owner.let_in(at_once=True)
+        ended, arrived, before = 0, Arrived([], 0.0, 0), list[Tensor]()
+        while ended < len(self.fragments):
+            before = arrived.means or before
+            arrived = self._exchange(finished=True)
+            self._end_block()
+            ended, left = 0 if arrived.unfinished else ended + 1, left - 1
+            if arrived.unfinished and left < 1:
+                self.refuse_undrained(arrived.unfinished)
+            if arrived.unfinished and most is None:  # as ranks do that go on
+                self.owner.let_in(at_once=True)
+        models = self._final(arrived.means, before) if self.rule.mean_is_model else self.anchors()
+        self.put(self.parts, models)
+        self.all_hold(models)
+        self.buffers.at_end()
 
-    @abstractmethod
     def models(self, comm: Communicator) -> list[Tensor]:
-        """Current model, as the rule defines it; nothing of it is applied."""
+        """Current model: mean over ranks, anchors, or anchors as a mean under way will leave them; none is applied."""
+        if self.rule.mean_is_model:
+            averaging = Averaging(comm, self.what, native=self._native, call="averaged_model")
+            return averaging.now([part.gather() for part in self.parts], 1.0, finished=False).means
+        if not self.rule.overlaps or not (arrived := self.fragments[0].averaging.arrived()).means:
+            return self.anchors()
+        drafts = [part.draft() for part in self.parts]
+        _moved(self.rule, drafts, [draft.gather() for draft in drafts], arrived)
+        return [draft[self.rule.anchors[0]] for draft in drafts]
 
     def give_up(self, error: BaseException) -> None:
         """Tells other ranks of an error, where they would not see it in their next exchange."""
@@ -144,6 +199,11 @@ class Driver(ABC):
 
         waits: for what is under way, which is part of it. False, for newcomers: it says only that it is under way.
         """
+        exchanges = [fragment.state_dict(waits=waits) for fragment in self.fragments]  # waiting changes residuals
+        own = exchanges[0]
+        if self.by_fragment:
+            fragments = {str(turn): exchange for turn, exchange in enumerate(exchanges)}
+            own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
         rounded = [part for part in self.parts if part.remainder is not None]
         rates = {part.group: part.last_rate for part in reversed(self.parts)}
         residuals = {} if self.sums is None else {"kind": self.sums.kind, "parts": self.sums.state_dict()}
@@ -156,6 +216,7 @@ class Driver(ABC):
             "parameters": digest(self.owner.trained),
             "drained": self.drained,
             **({"residuals": residuals} if residuals else {}),
+            **own,
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -178,6 +239,12 @@ class Driver(ABC):
             raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {kind}")
         if self.sums is not None and self._is_own(state):
             self.sums.check(state["residuals"]["parts"])
+        if "rounds" in state and "rounds" not in self.needs:
+            raise ValueError("the state is of outer steps by rounds, and this optimizer is without")
+        if self.by_fragment and len(state["fragments"]) != len(self.fragments):
+            raise ValueError(f"the state is of {len(state['fragments'])} fragments, this is of {len(self.fragments)}")
+        for fragment, exchange in self._with_states(state):
+            fragment.check(exchange)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `check` accepted."""
@@ -190,50 +257,37 @@ class Driver(ABC):
             part.last_rate = state["rates"][part.group]
         if self.sums is not None and self._is_own(state):
             self.sums.load_state_dict(state["residuals"]["parts"])
+        for fragment, exchange in self._with_states(state):
+            fragment.load_state_dict(exchange)
+        self._turn, self._launched = state.get("turn", 0), state.get("launched", 0)
         self.drained, self.loaded = state["drained"], True
+
+    def _with_states(self, state: Mapping[str, Any]) -> list[tuple[Fragment, Mapping[str, Any]]]:
+        """Fragments, each with its state; that of the whole model is not apart."""
+        states = state["fragments"] if self.by_fragment else {"0": state}
+        return [(fragment, states[str(turn)]) for turn, fragment in enumerate(self.fragments)]
 
     def _is_own(self, state: Mapping[str, Any]) -> bool:
         """Whether the state was saved by this rank, among the same number of ranks."""
         return bool((state.get("rank"), state.get("world_size")) == (self.comm.rank, self.comm.size))
 
-    def agree(self, facts: str) -> None:
-        """Compares facts that are known only after the rule has begun; "" is none. Newcomers compare them later."""
-        comm, self.agreed = self.comm, facts
-        if facts and not self.owner.enters:
-            comm.atomic(lambda: run(schedules.barrier(comm.rank, comm.size), comm, facts=f"{self.what}{facts}"))
-
     def join(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the state of another rank of an elastic group; this rank's own block begins now."""
+        """Goes on from the state of another rank of an elastic group, with no steps of its own yet."""
         self.load_state_dict(state)
-        self.loaded, self.ranks = False, state["ranks"]
-        self.rule.fit(self.ranks)
-        for averaging in self.averagings:
-            averaging.ranks = self.ranks
-
-    def averaging_of(self, parts: list[Part], rule: Rule, names: list[str]) -> Averaging:
-        """Exchange of these parts, compressed where compression is asked for; begins the rule that is applied to them.
-
-        names: of the parameters in them, in the model's order.
-        """
-        averaging = Averaging(self.comm, self.what, native=self._native)
-        if self.sums is not None:
-            averaging = CompressedAveraging(self.comm, self.what, parts, rule.anchors[0], self.sums)
-        rule.begin(parts, names)
-        averaging.alike = rule.alike
-        return averaging
+        self.loaded = False
+        for fragment, ranks in zip(self.fragments, state["ranks"], strict=True):
+            fragment.done, fragment.weight, fragment.ranks, fragment.averaging.ranks = 0, 0.0, ranks, ranks
+            fragment.rule.fit(ranks)
 
     def all_hold(self, models: list[Tensor]) -> None:
-        """Notes that all ranks hold these models."""
+        """Notes that all ranks hold these models; where the rule overlaps, an exchange without means is under way."""
         self._anchor(models)
         self.owner.end_steps()
         self.drained = True
-
-    def put_model(self, models: list[Tensor]) -> None:
-        """Puts the model in place on all ranks, which have ended their blocks."""
-        self.put(models)
-        self.all_hold(models)
-        self.buffers.at_end()
-        self.block.end()
+        if self.rule.overlaps:
+            for fragment in self.fragments:
+                fragment.averaging.store(Arrived([], 0.0, self.comm.size))
+                fragment.due = math.inf
 
     def depart(self) -> None:
         """Leaves the drained state before a step: anchors take the parameters that ranks hold now, loaded or not."""
@@ -246,9 +300,9 @@ class Driver(ABC):
             for name in self.rule.anchors:
                 part[name].copy_(model)
 
-    def put(self, xs: Iterable[Tensor]) -> None:
+    def put(self, parts: Iterable[Part], xs: Iterable[Tensor]) -> None:
         """Puts vectors, one for each part, into the parameters."""
-        for part, x in zip(self.parts, xs, strict=True):
+        for part, x in zip(parts, xs, strict=True):
             if getattr(x, "shape", None) != (part.bucket.numel,):
                 given = reprlib.repr(getattr(x, "shape", x))
                 raise TypeError(
@@ -264,20 +318,13 @@ class Driver(ABC):
             since += f", begun with parameters of hash {self._begun % 2**64:016x} (load weights on all ranks alike),"
         averaging.agree(since)
         self.loaded, self._begun = False, None
-        if self.block.boundaries == 0 and not self._resets:
+        if self.block.boundaries == 0 and self._policy != "reset":
             warn_of_two_momenta(self.what, self.rule.gain(), self.owner.param_groups, self.block.length)
         self.block.boundaries += 1
 
-    def share(self) -> None:
-        """Shares buffers and inner state, as their policies say."""
-        for share in self._shared:
-            share()
-
-    def own_weight(self, block: Block) -> float:
-        """Weight of this rank in the mean at the end of its block."""
-        if block.done == 0:
-            return 0.0
-        return block.weight if self._weighted else 1.0
+    def own_weight(self, block: Block | Fragment) -> float:
+        """Weight of this rank in the mean at the end of its block, or of a fragment's."""
+        return block.weight if self._weighted else float(block.done > 0)
 
     def refuse_undrained(self, unfinished: int) -> None:
         """Raises RuntimeError where ranks go on while this one drains."""
@@ -290,122 +337,67 @@ class Driver(ABC):
         """First anchor of each part, or x where all ranks hold the model."""
         return [part.gather() if self.drained else part[self.rule.anchors[0]] for part in self.parts]
 
+    def _under_way(self) -> list[Fragment]:
+        """Fragments under way, in the order of their launches."""
+        ordered = self.fragments[self._turn :] + self.fragments[: self._turn]
+        return [fragment for fragment in ordered if fragment.due is not None]
 
-class Boundaries(Driver):
-    """Exchange of the whole model at every boundary; the mean may travel during the next block."""
+    def _launches_by_now(self) -> int:
+        count = len(self.fragments)  # the most k of which k·τ/F < the step that comes
+        return min(count, ((self.block.done + 1) * count - 1) // self.block.length)
 
-    _at_mean = True  # whether the last boundary left every rank at the mean
-
-    def connect(self) -> list[Averaging]:
-        """Makes the one exchange."""
-        self._averaging = self.averaging_of(self.parts, self.rule, list(self.owner.trained))
-        self.agree(self.rule.alike())
-        self.needs = (*NEEDS, *self.rule.state_dict(), *["arrived"] * self.rule.overlaps)
-        return [self._averaging]
-
-    def all_hold(self, models: list[Tensor]) -> None:
-        """Notes that all ranks hold these models, and nothing is under way."""
-        super().all_hold(models)
-        if self.rule.overlaps:
-            self._averaging.store(Arrived([], 0.0, self.comm.size))
-
-    def count(self, weight: float) -> None:
-        """Counts a step; runs a boundary where one is due."""
-        if self.block.count(weight):
-            self._sync_all()
-
-    def end(self, *, most: int | None) -> None:
-        """Runs boundaries until all ranks have finished, at most `most` of them; then puts the model in place."""
-        most = most if most is None else most + self.rule.overlaps
-        arrived, means = self._sync(self.own_weight(self.block), finished=True), list[Tensor]()
-        while arrived.unfinished:
-            means = arrived.means or means
-            if most is not None and (most := most - 1) < 1:
-                self.refuse_undrained(arrived.unfinished)
-            self.block.end()
-            if most is None:  # as ranks do that go on
-                self.owner.let_in(at_once=True)
-            arrived = self._sync(0.0, finished=True)
-        self.put_model(self._final(arrived.means, means) if self.rule.mean_is_model else self.anchors())
-
-    def models(self, comm: Communicator) -> list[Tensor]:
-        """Mean over ranks, the anchor, or the anchor as the mean under way will leave it."""
-        if self.rule.mean_is_model:
-            averaging = Averaging(comm, self.what, native=self._native, call="averaged_model")
-            return averaging.now([part.gather() for part in self.parts], 1.0, finished=False).means
-        if not self.rule.overlaps or not (arrived := self._averaging.arrived()).means:
-            return self.anchors()
-        drafts = [part.draft() for part in self.parts]
-        self._moved(drafts, [draft.gather() for draft in drafts], arrived)
-        return [draft[self.rule.anchors[0]] for draft in drafts]
-
-    def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
-        """State of the rule besides and, if it overlaps, the mean under way, which is waited for, and not applied."""
-        arrived = {}
-        if self.rule.overlaps:
-            arrived = {"arrived": self._averaging.arrived(waits=waits).state_dict(self.parts)}
-        return {**super().state_dict(), **arrived, **self.rule.state_dict()}  # waiting may change residuals
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Checks the rule's state and the mean under way besides; it is of all parameters."""
-        super().check(state)
-        self.rule.check(state)
-        if "rounds" in state and "rounds" not in self.needs:
-            raise ValueError("the state is of outer steps by rounds, and this optimizer is without")
-        if self.rule.overlaps:
-            refuse_other_shapes("arrived", state["arrived"]["means"], self.parts)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the rule besides, and stores the mean that was under way."""
-        super().load_state_dict(state)
-        self.rule.load_state_dict(state)
-        if self.rule.overlaps:
-            self._averaging.store(Arrived.of_state(state["arrived"], self.parts))
-
-    def _sync_all(self) -> None:
-        """Runs a boundary among all ranks in mid-training."""
-        self._sync(self.own_weight(self.block), finished=False)
+    def _end_block(self) -> None:
         self.block.end()
-        if not self.rule.overlaps:
-            self.owner.end_steps()
-        self.owner.let_in()
+        self._launched = 0
 
-    def _sync(self, weight: float, *, finished: bool) -> Arrived:
-        """Runs one boundary, and returns its means."""
-        self.next_boundary(self._averaging)
-        xs, overlaps = [part.gather() for part in self.parts], self.rule.overlaps
-        arrived = self._averaging.arrived() if overlaps else self._averaging.now(xs, weight, finished=finished)
-        refuse_nonfinite(self.parts, arrived.means, self.comm, self.what)
-        self._set_rates()
-        if self.ranks != self._averaging.ranks:  # of the means, alike on all ranks, whoever has died since then
-            self.ranks = self._averaging.ranks
-            self.rule.fit(self.ranks)
-        xs = self._moved(self.parts, xs, arrived)
-        self.put(xs)
-        if arrived.means:
-            self._at_mean = all(x is mean for x, mean in zip(xs, arrived.means, strict=True))
-        if overlaps and arrived.unfinished:
-            self._averaging.launch(xs, weight, finished=finished)
-        self.share()
+    def _exchange(self, *, finished: bool) -> Arrived:
+        """Exchanges the next fragment, at once or under way from now on; returns the means that were applied last."""
+        fragment, arrived = self.fragments[self._turn], Arrived([], 0.0, self.comm.size)
+        self.next_boundary(fragment.averaging)
+        xs: list[Tensor] = []
+        for earlier in self._under_way():
+            if earlier is fragment or self.comm.elastic:
+                arrived = earlier.averaging.arrived()
+                xs = self._take(earlier, arrived)
+        if not self.rule.overlaps:
+            xs = [part.gather() for part in fragment.parts]
+        weight = self.own_weight(fragment if self.by_fragment else self.block)
+        if not self.rule.overlaps and (finished or not self.delay):
+            arrived = fragment.averaging.now(xs, weight, finished=finished)
+            self._take(fragment, arrived, xs)
+        elif arrived.unfinished:
+            fragment.averaging.launch(xs, weight, finished=finished)
+            fragment.due = math.inf if self.delay is None else self.delay
+        fragment.done, fragment.weight = 0, 0.0
+        self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
+        if self._turn == 0:
+            self._share_inner_state()
+            self.buffers.at_boundary()
         return arrived
 
-    def _moved(self, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
-        """Applies the rule, with the means or, where there are none, without."""
-        if not arrived.means:
-            return [self.rule.depart(part, x) for part, x in zip(parts, xs, strict=True)]
-        for part in parts:
-            part.weight = arrived.weight
-        moved = self.rule.apply(parts, xs, arrived.means)
-        for part in parts:
-            part.last_rate = part.rate
-        return moved
+    def _take(self, fragment: Fragment, arrived: Arrived, xs: list[Tensor] | None = None) -> list[Tensor]:
+        """Applies the rule to a fragment, and returns x after it; xs: x before it, where that is known."""
+        refuse_nonfinite(fragment.parts, arrived.means, self.comm, self.what)
+        fragment.due = None
+        self._set_rates(fragment.parts)
+        if fragment.ranks != fragment.averaging.ranks:  # of the means, alike on all, whoever has died since then
+            fragment.ranks = fragment.averaging.ranks
+            fragment.rule.fit(fragment.ranks)
+        xs = _moved(fragment.rule, fragment.parts, xs or [part.gather() for part in fragment.parts], arrived)
+        self.put(fragment.parts, xs)
+        if arrived.means:
+            self._at_mean = all(x is mean for x, mean in zip(xs, arrived.means, strict=True))
+        if not self.by_fragment and not self.rule.overlaps:
+            self.owner.end_steps()
+        self._opens = bool(arrived.unfinished)
+        return xs
 
-    def _set_rates(self) -> None:
+    def _set_rates(self, parts: Iterable[Part]) -> None:
         """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
         rates = torch.tensor([group.get("lr", math.nan) for group in self.owner.param_groups], dtype=torch.float64)
         if self.rule.needs_rate:
             average_tensors([rates], self.comm, facts=f"learning rates of {self.what}")
-        for part in self.parts:
+        for part in parts:
             part.rate = float(rates[part.group])
 
     def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
@@ -416,3 +408,15 @@ class Boundaries(Driver):
         """
         moved = self._weighted or not (self._at_mean or self.rule.overlaps)
         return last or (self.models(self.comm) if moved else before or [part.gather() for part in self.parts])
+
+
+def _moved(rule: Rule, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
+    """Applies the rule, with the means or, where there are none, without."""
+    if not arrived.means:
+        return [rule.depart(part, x) for part, x in zip(parts, xs, strict=True)]
+    for part in parts:
+        part.weight = arrived.weight
+    moved = rule.apply(parts, xs, arrived.means)
+    for part in parts:
+        part.last_rate = part.rate
+    return moved

@@ -1,19 +1,14 @@
-"""Exchange of a model fragment by fragment: every parameter is in exactly one, and launched once a block."""
+"""Fragments of a model, each exchanged by itself: every parameter is in exactly one."""
 
 from __future__ import annotations
 
-import copy
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from communicators import Communicator
 from torch import Tensor, nn
 
-from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
-from local_sgd.compression import Compression
-from local_sgd.driver import NEEDS, Driver
+from local_sgd.averaging import Arrived, Averaging
 from local_sgd.parts import refuse_other_shapes
 from local_sgd.rule import Part, Rule
 from local_sgd.settings import whole
@@ -24,8 +19,9 @@ Fragments: TypeAlias = int | Sequence[nn.Module | Iterable[str]]
 
 @dataclass
 class Fragment:
-    """Fragment of a model, exchanged by itself, with a rule of its own.
+    """Parameters that are exchanged together, with a rule of their own: the whole model, or one of its fragments.
 
+    apart: not the whole model. ranks: number for which the rule is prepared.
     done, weight: steps since its last launch, and the sum of their weights.
     due: number of steps until the launched mean is applied; None where nothing is launched.
     """
@@ -33,9 +29,11 @@ class Fragment:
     parts: list[Part]
     averaging: Averaging
     rule: Rule
+    apart: bool
+    ranks: int
     done: int = 0
     weight: float = 0.0
-    due: int | None = None
+    due: float | None = None
 
     @property
     def names(self) -> list[str]:
@@ -43,156 +41,30 @@ class Fragment:
         return [name for part in self.parts for name in part.names]
 
     def state_dict(self, *, waits: bool) -> dict[str, Any]:
-        """State of the fragment: a launched mean is waited for, not applied; without a launch means are zeros."""
-        arrived = Arrived([], 0.0, 0) if self.due is None else self.averaging.arrived(waits=waits)
+        """State of the exchange: a launched mean is waited for, not applied; without a launch means are zeros."""
         counts = {"done": self.done, "weight": self.weight, "launched": self.due is not None, "due": self.due or 0}
-        return {"names": self.names, **counts, "arrived": arrived.state_dict(self.parts), **self.rule.state_dict()}
+        state: dict[str, Any] = {"names": self.names, **counts} if self.apart else {}
+        if self.apart or self.rule.overlaps:
+            arrived = Arrived([], 0.0, 0) if self.due is None else self.averaging.arrived(waits=waits)
+            state["arrived"] = arrived.state_dict(self.parts)
+        return {**state, **self.rule.state_dict()}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for a state that does not fit; changes nothing."""
-        if sorted(state["names"]) != sorted(self.names):
+        if self.apart and sorted(state["names"]) != sorted(self.names):
             raise ValueError(f"the state is of a fragment of {state['names']}, this one is of {self.names}")
-        refuse_other_shapes("arrived", state["arrived"]["means"], self.parts)
+        if self.apart or self.rule.overlaps:
+            refuse_other_shapes("arrived", state["arrived"]["means"], self.parts)
         self.rule.check(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `check` accepted."""
-        self.averaging.store(Arrived.of_state(state["arrived"], self.parts))
-        self.done, self.weight = state["done"], state["weight"]
-        self.due = state["due"] if state["launched"] else None
+        if self.apart or self.rule.overlaps:
+            self.averaging.store(Arrived.of_state(state["arrived"], self.parts))
+        if self.apart:
+            self.done, self.weight = state["done"], state["weight"]
+            self.due = state["due"] if state["launched"] else None
         self.rule.load_state_dict(state)
-
-
-class ByFragment(Driver):
-    """Launches the exchange of one of F fragments every τ/F steps, and applies its mean `delay` steps later.
-
-    The k-th of a block is launched after its step ⌊k·τ/F⌋, and applied before its next launch where that comes earlier.
-    In an elastic group it is applied before the next launch of any, so that launches and means come in one order on all
-    ranks, whatever their blocks.
-    """
-
-    overlaps = True
-    needs = (*NEEDS, "turn", "launched", "fragments")
-
-    def __init__(self, fragments: Fragments, delay: int, compression: Compression) -> None:
-        super().__init__(compression)
-        self._asked, self._delay = fragments, delay
-        self._turn = self._launched = 0  # the next fragment; how many were launched in this block
-
-    def facts(self) -> dict[str, Any]:
-        """The delay besides."""
-        return {"delay": self._delay, **super().facts()}
-
-    def cut(self, trained: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Parameters by fragment."""
-        return fragments_of(trained, self._asked)
-
-    def connect(self) -> list[Averaging]:
-        """Makes the fragments, each with its exchange and a rule begun for it."""
-        self.fragments, rules = [], [self.rule, *(copy.copy(self.rule) for _ in self.pieces[1:])]
-        for piece, rule in zip(self.pieces, rules, strict=True):
-            parts = [part for part in self.parts if part.names[0] in piece]
-            self.fragments.append(Fragment(parts, self.averaging_of(parts, rule, list(piece)), rule))
-        named = zlib.crc32(repr([fragment.names for fragment in self.fragments]).encode())
-        self.agree(f", {len(self.fragments)} fragments {named:08x}{self.fragments[0].rule.alike()}")
-        return [fragment.averaging for fragment in self.fragments]
-
-    def count(self, weight: float) -> None:
-        """Counts a step, applies fragments that are due, and launches the next."""
-        last = self.block.count(weight)
-        for fragment in self.fragments:
-            fragment.done, fragment.weight = fragment.done + 1, fragment.weight + weight
-        for fragment in self._under_way():
-            assert fragment.due is not None
-            fragment.due -= 1
-            if fragment.due <= 0:
-                self._take(fragment)
-        while self._launched < self._launches_by_now():
-            self._launch(finished=False)
-        if last:
-            self.block.end()
-            self._launched = 0
-
-    def end(self, *, most: int | None) -> None:
-        """Launches fragments, and applies each at once, until all were launched with all ranks finished."""
-        lets_in = most is None
-        for fragment in self._under_way():
-            self._take(fragment, lets_in=lets_in, at_once=lets_in)
-        ended = 0
-        while ended < len(self.fragments):
-            unfinished = self._take(self._launch(finished=True), lets_in=lets_in, at_once=lets_in)
-            if unfinished and most is not None:
-                self.refuse_undrained(unfinished)
-            ended = 0 if unfinished else ended + 1
-        self.put_model(self.anchors())
-        self._launched = 0
-
-    def models(self, comm: Communicator) -> list[Tensor]:
-        """Anchors of all fragments."""
-        return self.anchors()
-
-    def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
-        """State of every fragment besides, and whose turn it is."""
-        fragments = {str(turn): fragment.state_dict(waits=waits) for turn, fragment in enumerate(self.fragments)}
-        own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
-        return {**super().state_dict(), **own}  # waiting for fragments under way changes residuals
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Checks the state of every fragment besides."""
-        super().check(state)
-        if len(state["fragments"]) != len(self.fragments):
-            raise ValueError(f"the state is of {len(state['fragments'])} fragments, this is of {len(self.fragments)}")
-        for turn, fragment in enumerate(self.fragments):
-            fragment.check(state["fragments"][str(turn)])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores every fragment besides, and whose turn it is."""
-        super().load_state_dict(state)
-        for turn, fragment in enumerate(self.fragments):
-            fragment.load_state_dict(state["fragments"][str(turn)])
-        self._turn, self._launched = state["turn"], state["launched"]
-
-    def join(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the state of another rank of an elastic group, with no steps of its own yet."""
-        super().join(state)
-        for fragment in self.fragments:
-            fragment.done, fragment.weight = 0, 0.0
-
-    def _under_way(self) -> list[Fragment]:
-        """Fragments under way, in the order of their launches."""
-        ordered = self.fragments[self._turn :] + self.fragments[: self._turn]
-        return [fragment for fragment in ordered if fragment.due is not None]
-
-    def _launches_by_now(self) -> int:
-        count, τ = len(self.fragments), self.block.length
-        return sum(max(1, k * τ // count) <= self.block.done for k in range(1, count + 1))
-
-    def _launch(self, *, finished: bool) -> Fragment:
-        fragment = self.fragments[self._turn]
-        for earlier in self._under_way() if self.comm.elastic else [fragment] if fragment.due is not None else []:
-            self._take(earlier)
-        self.next_boundary(fragment.averaging)
-        weight = 0.0 if fragment.done == 0 else fragment.weight if self._weighted else 1.0
-        fragment.averaging.launch([part.gather() for part in fragment.parts], weight, finished=finished)
-        fragment.done, fragment.weight, fragment.due = 0, 0.0, self._delay
-        self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
-        if self._turn == 0:
-            self.share()
-        if not self._delay and not finished:
-            self._take(fragment)
-        return fragment
-
-    def _take(self, fragment: Fragment, *, lets_in: bool = True, at_once: bool = False) -> int:
-        """Applies a launched fragment; returns how many ranks had not finished at its launch. lets_in: see `let_in`."""
-        arrived, fragment.due = fragment.averaging.arrived(), None
-        refuse_nonfinite(fragment.parts, arrived.means, self.comm, self.what)
-        if arrived.means:
-            xs = [part.gather() for part in fragment.parts]
-            for part, x in zip(fragment.parts, fragment.rule.apply(fragment.parts, xs, arrived.means), strict=True):
-                part.put(x)
-        if lets_in and arrived.unfinished:
-            self.owner.let_in(at_once=at_once)
-        return arrived.unfinished
 
 
 def fragments_of(trained: Mapping[str, Tensor], fragments: Fragments) -> list[dict[str, Tensor]]:

@@ -15,13 +15,20 @@ from torch.optim import Optimizer
 def inner_state(policy: str, optimizer: Optimizer, comm: Communicator, what: str) -> Callable[[], None]:
     """Policy as a function that every rank calls at a boundary.
 
-    policy: "reset" to nothing; "average" of what has a parameter's shape. The averaged entries are those that a step
-    makes, known beforehand, so that a rank on which a parameter has no state yet takes part: its zeros count, and it
-    gets nothing. Step counters and the like stay each rank's own.
+    policy: "keep" as it is; "reset" to nothing; "average" of what has a parameter's shape. The averaged entries are
+    those that a step makes, known beforehand, so that a rank on which a parameter has no state yet takes part: its
+    zeros count, and it gets nothing. Step counters and the like stay each rank's own.
     """
-    if policy == "reset":
-        return lambda: optimizer.state.clear()
-    return partial(_average, optimizer, _foreseen(optimizer), comm, f"inner state of {what}")
+    if policy != "average":
+        return (lambda: optimizer.state.clear()) if policy == "reset" else (lambda: None)
+    parameters, state = [p for group in optimizer.param_groups for p in group["params"]], foreseen_state(optimizer)
+    entries = [
+        (p, name)
+        for position, p in enumerate(parameters)
+        for name, held in state.get(position, {}).items()
+        if isinstance(held, Tensor) and held.shape == p.shape and held.is_floating_point() and name != "step"
+    ]
+    return partial(_average, optimizer, entries, comm, f"inner state of {what}")
 
 
 def _average(optimizer: Optimizer, entries: list[tuple[Tensor, str]], comm: Communicator, facts: str) -> None:
@@ -36,14 +43,3 @@ def _average(optimizer: Optimizer, entries: list[tuple[Tensor, str]], comm: Comm
         held = state[p].get(name) if p in state else None
         tensors.append(held if isinstance(held, Tensor) else torch.zeros_like(p))
     average_tensors(tensors, comm, facts=facts)
-
-
-def _foreseen(optimizer: Optimizer) -> list[tuple[Tensor, str]]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = foreseen_state(optimizer)
-    return [
-        (p, name)
-        for position, p in enumerate(parameters)
-        for name, held in state.get(position, {}).items()
-        if isinstance(held, Tensor) and held.shape == p.shape and held.is_floating_point() and name != "step"
-    ]

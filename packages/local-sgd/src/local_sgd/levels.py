@@ -10,14 +10,14 @@ from communicators import Communicator, allgather, as_communicator
 
 from local_sgd.averaging import Averaging, refuse_nonfinite
 from local_sgd.compression import Compression
-from local_sgd.driver import Block, Boundaries
+from local_sgd.driver import Block, Driver
 from local_sgd.settings import Every, Settings, whole
 
 Levels: TypeAlias = Sequence[tuple[Any, int]]
 """[(this rank's small group, steps between its means), (all ranks, steps between boundaries)]"""
 
 
-def boundaries_of(sync_every: Every | Levels, compression: Compression, settings: Settings) -> tuple[Boundaries, Every]:
+def boundaries_of(sync_every: Every | Levels, compression: Compression, settings: Settings) -> tuple[Driver, Every]:
     """Boundaries of one level or two, and τ among all ranks; of two `settings` gets the last level's group as comm.
 
     Raises:
@@ -25,7 +25,7 @@ def boundaries_of(sync_every: Every | Levels, compression: Compression, settings
         ValueError: There are not two levels, or they do not fit each other or `comm`.
     """
     if callable(sync_every) or not isinstance(sync_every, Sequence):
-        return Boundaries(compression), sync_every
+        return Driver(compression), sync_every
     if len(sync_every) != 2 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in sync_every):
         raise ValueError(f"sync_every is {sync_every!r}, expected a number or two pairs of a group and a number")
     if settings.get("comm") is not None:
@@ -40,7 +40,7 @@ def boundaries_of(sync_every: Every | Levels, compression: Compression, settings
     return TwoLevels(compression, group, often, seldom // often), seldom
 
 
-class TwoLevels(Boundaries):
+class TwoLevels(Driver):
     """Means by weight in this rank's small group besides; after `times` of them comes a boundary among all ranks."""
 
     two_levels = True
@@ -55,30 +55,28 @@ class TwoLevels(Boundaries):
         """The group's means besides."""
         return {**super().facts(), "levels": f"{self._near.every} steps, {self._times} times"}
 
-    def connect(self) -> list[Averaging]:
+    def connect(self) -> None:
         """Makes the exchange within the group besides."""
         self._group, self.nearest = as_communicator(self._given), self._near
         _refuse_gaps(self._group, self.comm)
         self.comms = [self.comm, self._group]
         self._within = Averaging(self._group, f"{self.what} in its group", native=self._native)
-        return super().connect()
+        super().connect()
 
     def count(self, weight: float) -> None:
-        """Counts a step; runs a boundary within the small group, or among all ranks, where one is due."""
-        self.block.count(weight)
+        """Counts a step; averages within the small group, and exchanges among all ranks, where that is due."""
         if self._near.count(weight):
             self._meet(finished=False)
-        if self._met >= self._times:
-            self._sync_all()
+        super().count(weight)
 
     def end(self, *, most: int | None) -> None:
         """Averages within the group until all its ranks have finished, then ends among all."""
         while unfinished := self._meet(finished=True):
             if most is not None:
                 self.refuse_undrained(unfinished)
-            if self._met >= self._times:
-                self._sync_all()
-        self._met = 0
+            if self._launches_by_now():
+                self._exchange(finished=False)
+                self._end_block()
         super().end(most=most)
 
     def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
@@ -92,8 +90,11 @@ class TwoLevels(Boundaries):
         self._met = state["near"]["met"]
         self._near.load_state_dict(state["near"]["block"])
 
-    def _sync_all(self) -> None:
-        super()._sync_all()
+    def _launches_by_now(self) -> int:
+        return int(self._met >= self._times)
+
+    def _end_block(self) -> None:
+        super()._end_block()
         self._met = 0
 
     def _meet(self, *, finished: bool) -> int:
@@ -102,7 +103,7 @@ class TwoLevels(Boundaries):
         xs = [part.gather() for part in self.parts]
         arrived = self._within.now(xs, self.own_weight(self._near), finished=finished)
         refuse_nonfinite(self.parts, arrived.means, self._group, f"{self.what} in its group")
-        self.put(arrived.means or xs)
+        self.put(self.parts, arrived.means or xs)
         self._near.end()
         self._met += 1
         return arrived.unfinished

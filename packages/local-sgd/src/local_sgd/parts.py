@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from communicators import Bucket, buckets_of
+from communicators import buckets_of
 from replicas import hash_bits
 from torch import Tensor
 
@@ -14,18 +14,21 @@ from local_sgd.rule import Part
 
 
 def parts_of(
-    groups: Sequence[Mapping[str, object]], names: Mapping[int, str], nbytes: int | None, device: torch.device | None
+    groups: Sequence[Mapping[str, object]], named: Mapping[str, Tensor], nbytes: int | None, device: torch.device | None
 ) -> list[Part]:
-    """Cuts the parameters that have a name into parts of at most `nbytes` each; a larger tensor is a part by itself.
+    """Cuts the named parameters into parts of at most `nbytes` each; a larger tensor is a part by itself.
 
-    names: by the parameter's id. device: where vectors live, default the parameters'.
+    device: where vectors live, default the parameters'.
     """
-    parts = []
+    names, parts = {id(p): name for name, p in named.items()}, []
     for position, group in enumerate(groups):
         members = [p for p in group["params"] if id(p) in names]  # type: ignore[attr-defined]
         for bucket in buckets_of(members, nbytes):
             tensors = [members[m] for m in bucket.members]
-            parts.append(_part([names[id(p)] for p in tensors], tensors, bucket, position, device))
+            dtype, where = torch.promote_types(bucket.dtype, torch.float32), device or bucket.device
+            flat = replace(bucket, members=tuple(range(len(tensors))), dtype=dtype, device=where)
+            rounded = None if dtype == bucket.dtype else torch.zeros(flat.numel, dtype=dtype, device=where)
+            parts.append(Part([names[id(p)] for p in tensors], tensors, flat, position, remainder=rounded))
     return parts
 
 
@@ -45,10 +48,3 @@ def refuse_other_shapes(what: str, tensors: Mapping[str, Tensor], parts: Sequenc
 def digest(named: Mapping[str, Tensor]) -> int:
     """Hash of all bits of the parameters, in the order of their names."""
     return int(hash_bits(torch.stack([hash_bits(named[name]).cpu() for name in sorted(named)])))
-
-
-def _part(names: list[str], tensors: list[Tensor], bucket: Bucket, group: int, device: torch.device | None) -> Part:
-    dtype = torch.promote_types(bucket.dtype, torch.float32)
-    flat = replace(bucket, members=tuple(range(len(tensors))), dtype=dtype, device=device or bucket.device)
-    rounded = torch.zeros(flat.numel, dtype=dtype, device=flat.device) if dtype != bucket.dtype else None
-    return Part(names, tensors, flat, group, remainder=rounded)

@@ -14,8 +14,7 @@ from replicas import Buffers, Wrapping, restored
 from torch import nn
 from torch.optim import Optimizer
 
-from local_sgd.averaging import Averaging
-from local_sgd.driver import Block, Boundaries, Driver
+from local_sgd.driver import Block, Driver
 from local_sgd.parts import digest
 from local_sgd.rule import Rule, check_rule
 from local_sgd.settings import Every, Settings, check_settings, number
@@ -86,16 +85,14 @@ class PeriodicAveraging(Wrapping):
         check_rule(rule)
         what = type(rule if type(self) is PeriodicAveraging else self).__name__
         check_settings(settings, what, type(self))
-        self.rule, self._driver, self._block = rule, driver or Boundaries(), Block(sync_every)
+        self.rule, self._driver, self._block = rule, driver or Driver(), Block(sync_every)
         self._model = model = settings.get("model")
         super().__init__(optimizer, None, settings.get("comm"), model=model, what=what)
         buffers = Buffers(model, settings.get("buffers", "keep"), self.comm, what)
         self._weighted = bool(settings.get("weighted"))
-        if settings.get("native"):
-            self._refuse_native()
         if rule.needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
             raise ValueError(f"{what} counts in learning rates, but parameter groups {lacking} have no 'lr'")
-        self._refuse_elastic(bool(settings.get("native")))
+        self._refuse_misfits(native=bool(settings.get("native")))
         rule.fit(self.comm.first_size)
         policies = {name: settings.get(name, "keep") for name in ("buffers", "inner_state")}
         switches = {name: bool(settings.get(name)) for name in ("weighted", "native")}
@@ -143,9 +140,10 @@ class PeriodicAveraging(Wrapping):
         nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
         dense = (block.steps - self._steps_before) * (2 * nbytes * (size - 1) // size)
         sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": dense}
-        waited, under_way = Averaging.seconds(self._driver.averagings)
-        seconds = {"seconds_exchanging": under_way, "seconds_waited": waited}
-        hidden = max(0.0, under_way - waited)
+        waited = sum(fragment.averaging.waited for fragment in self._driver.fragments)
+        exchanging = sum(fragment.averaging.exchanging for fragment in self._driver.fragments)
+        seconds = {"seconds_exchanging": exchanging, "seconds_waited": waited}
+        hidden = max(0.0, exchanging - waited)
         return Stats(steps=block.steps, boundaries=block.boundaries, **sent, **seconds, seconds_hidden=hidden)
 
     def __repr__(self) -> str:
@@ -161,7 +159,13 @@ class PeriodicAveraging(Wrapping):
         self.admit()
         self._refuse_other_parameters()
         self._unseen += 1
-        self._warn_unseen()
+        if self._unseen >= max(2, self._driver.nearest.length) and not self._warned:
+            self._warned = True  # once, where a boundary would have been
+            warnings.warn(
+                f"{self._unseen} steps of {self.what} since the last average(), which counts them: ranks exchange "
+                "nothing, and go apart. Call optimizer.average() after every optimizer.step()",
+                stacklevel=3,
+            )
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def average(self, weight: float | None = None) -> None:
@@ -205,8 +209,8 @@ class PeriodicAveraging(Wrapping):
 
     def wait(self) -> None:
         """Waits for the exchange under way, so that it can be counted; it is applied at the next boundary as ever."""
-        for averaging in self._driver.averagings:
-            averaging.wait()
+        for fragment in self._driver.fragments:
+            fragment.averaging.wait()
 
     @contextmanager
     def averaged_model(self, *, comm: Any = None) -> Iterator[nn.Module | None]:
@@ -284,7 +288,8 @@ class PeriodicAveraging(Wrapping):
     gathered_state_dict.__doc__ = Wrapping.gathered_state_dict.__doc__
 
     def shared_state(self) -> dict[str, Any]:
-        own = {**self._driver.state_dict(waits=False), "agreed": self._driver.agreed, "ranks": self._driver.ranks}
+        ranks = [fragment.ranks for fragment in self._driver.fragments]
+        own = {**self._driver.state_dict(waits=False), "agreed": self._driver.agreed, "ranks": ranks}
         return {name: held for name, held in own.items() if name != "residuals"}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
@@ -301,19 +306,16 @@ class PeriodicAveraging(Wrapping):
     def _sent(self) -> int:
         return sum(comm.bytes_sent for comm in self._driver.comms)
 
-    def _refuse_native(self) -> None:
-        if self.rule.overlaps or self._driver.overlaps:
+    def _refuse_misfits(self, *, native: bool) -> None:
+        """Raises ValueError for settings that do not go together, or not where a rank may die."""
+        driver, compress = self._driver, self._driver.compression
+        if native and (self.rule.overlaps or driver.by_fragment):
             raise ValueError(f"native=True waits for the transport, but {self.what} goes on meanwhile: leave it out")
-        if self._driver.compression:
-            raise ValueError(
-                f"native=True is the transport's sum, and compress={self._driver.compression!r} another: leave one out"
-            )
-
-    def _refuse_elastic(self, native: bool) -> None:
-        """Raises ValueError for what cannot go on where a rank has died."""
-        reason = "the transport's sum fails for good when a rank dies: leave it out" if native else ""
-        if self.comm.elastic and (reason := reason or self._driver.inelastic):
-            asked = "native=True" if native else type(self._driver).__name__
+        if native and compress:
+            raise ValueError(f"native=True is the transport's sum, and compress={compress!r} another: leave one out")
+        reason = "the transport's sum fails for good when a rank dies: leave it out" if native else driver.inelastic
+        if self.comm.elastic and reason:
+            asked = "native=True" if native else type(driver).__name__
             raise ValueError(f"{self.what} with {asked} over an Elastic: {reason}")
 
     def _checked(self, weight: float | None) -> float:
@@ -341,16 +343,6 @@ class PeriodicAveraging(Wrapping):
             self.admit()
         self._driver.depart()
         self._driver.end(most=most)
-
-    def _warn_unseen(self) -> None:
-        """Warns once, where a boundary would have been."""
-        if self._unseen >= max(2, self._driver.nearest.length) and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self._unseen} steps of {self.what} since the last average(), which counts them: ranks exchange "
-                "nothing, and go apart. Call optimizer.average() after every optimizer.step()",
-                stacklevel=4,
-            )
 
     def _refuse_other_parameters(self) -> None:
         """Checks the parameters the first time after a state was loaded."""

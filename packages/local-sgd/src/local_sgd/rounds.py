@@ -9,8 +9,7 @@ import torch
 from communicators import CollectiveError, Communicator
 from torch import Tensor
 
-from local_sgd.averaging import Averaging
-from local_sgd.driver import Boundaries
+from local_sgd.driver import Driver
 from local_sgd.outer import OuterStep
 from local_sgd.settings import Settings
 
@@ -31,7 +30,7 @@ A round, alike on all ranks, such as `PartialResult`, has `total`, the sum of th
 """
 
 
-class OuterRounds(Boundaries):
+class OuterRounds(Driver):
     """Contributes the change of a block, Δ = z − x, to a round; every round is one step of the outer optimizer.
 
         give Δ;   for every round that is over:  z ← outer(z, total / m);   then  x ← z
@@ -59,10 +58,10 @@ class OuterRounds(Boundaries):
             )
         self._make, self._ended = make, False
 
-    def connect(self) -> list[Averaging]:
+    def connect(self) -> None:
         """Begins the outer optimizer, and makes the rounds, which are all that is exchanged."""
         super().connect()
-        self.needs = (*self.needs, "rounds")
+        self.needs.append("rounds")
         try:
             self._rounds = self._make([part["anchor"] for part in self.parts], self.comm)
         except (AttributeError, TypeError) as error:
@@ -70,18 +69,17 @@ class OuterRounds(Boundaries):
                 "without compress, allreduce makes rounds; a sum of what a compressor sends goes with compress"
             )
             raise
-        return []
 
     def count(self, weight: float) -> None:
         """Counts a step; contributes the change of a block that has ended."""
         if self.block.count(weight):
-            self.next_boundary(self._averaging)
+            self.next_boundary(self.fragments[0].averaging)
             self._give(self.own_weight(self.block))
             self.block.end()
 
     def end(self, *, most: int | None) -> None:
         """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
-        self.next_boundary(self._averaging)
+        self.next_boundary(self.fragments[0].averaging)
         if weight := self.own_weight(self.block):
             self._give(weight)
         if most is not None:
@@ -141,4 +139,4 @@ class OuterRounds(Boundaries):
             totals = [one.total] if isinstance(one.total, Tensor) else one.total
             deltas = [(t / divisor).to(part["anchor"].device) for part, t in zip(self.parts, totals, strict=True)]
             self.rule.step(self.parts, deltas)
-        self.put(part["anchor"] for part in self.parts)
+        self.put(self.parts, (part["anchor"] for part in self.parts))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partial_collectives.partial_allreduce import PartialAllreduce, RoundSettings
-from partial_collectives.protocol.events import Stage
 from partial_collectives.result import PartialResult
 from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
 from partial_collectives.stragglers import Lateness
@@ -221,11 +220,9 @@ class EagerSGD(Wrapping):
         if self._elastic is None:
             self._rounds.load_state_dict(own["rounds"])
         self.optimizer.load_state_dict(wrapped)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(own["scheduler"])
-        self.applied, self.gradients, self._known = own["applied"], own["gradients"], None
+        self.load_shared_state({**own, "round": own["rounds"]["machine"]["round"]})
+        self._known, self._generation = None, 0
         if self._elastic is not None:
-            self._round, self._generation = own["rounds"]["machine"]["round"], 0
             self._agree(self._elastic, finished=False)
 
     def shared_state(self) -> dict[str, Any]:
@@ -283,8 +280,13 @@ class EagerSGD(Wrapping):
         if self._shared is None:
             return finished
         self._shared.at_boundary()
-        unfinished = schedules.allreduce(torch.tensor([int(not finished)]), self.comm.rank, self.comm.size)
-        return not run(unfinished, self.comm, facts="EagerSGD: who has finished").item()
+        return not self._ranks_for_which(not finished)[0]
+
+    def _ranks_for_which(self, *facts: bool) -> list[int]:
+        """Numbers of ranks for which these facts hold, the first of which is that they have more steps."""
+        counts = schedules.allreduce(torch.tensor(facts).long(), self.comm.rank, self.comm.size)
+        numbers: list[int] = run(counts, self.comm, facts="EagerSGD: who has finished").tolist()
+        return numbers
 
     def _agree(self, elastic: Elastic, *, finished: bool) -> bool:
         """Lets ranks come and go where all have met; whether all have finished. A newcomer begins with it.
@@ -303,20 +305,21 @@ class EagerSGD(Wrapping):
     def _together(self, elastic: Elastic, finished: bool) -> int:
         """Number of ranks that have more steps, among the current ones, to whom rounds belong from now on."""
         gone = {self._named[rank] for rank in self._rounds.given_up} if self._named else set[str]()
-        more = torch.tensor([int(not finished), int(not gone.isdisjoint(elastic.members))])
-        more = run(schedules.allreduce(more, elastic.rank, elastic.size), elastic, facts="EagerSGD: who has finished")
-        if more[1]:
+        unfinished, parted = self._ranks_for_which(not finished, not gone.isdisjoint(elastic.members))
+        if parted:
             elastic.part(gone)
         if self._generation != elastic.generation:  # and nobody needs the last rounds any more
             self._part()
-            quorum = self._settings.get("quorum", "majority")
             rounds = self._settings.copy()
-            rounds["quorum"] = min(quorum, elastic.size) if isinstance(quorum, int) else quorum
+            if isinstance(quorum := rounds.get("quorum"), int):
+                rounds["quorum"] = min(quorum, elastic.size)
             self._rounds = PartialAllreduce(self._like, elastic.group, **rounds)
-            self._rounds.load_state_dict(_between(self._round, elastic.size), joins=True)
+            state = self._rounds.state_dict()
+            state["machine"]["round"] = self._round
+            self._rounds.load_state_dict(state, joins=True)
             self._generation, self._named = elastic.generation, elastic.members
             self._rounds.name = elastic.members[elastic.rank]
-        return int(more[0])
+        return unfinished
 
     def _opened(self) -> bool:
         """Whether all current ranks have met in the rounds."""
@@ -355,12 +358,6 @@ class EagerSGD(Wrapping):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
-
-
-def _between(round_: int, size: int) -> dict[str, Any]:
-    """State of a `PartialAllreduce` between two rounds, where nothing is under way."""
-    everyone = {"missed": [0] * size, "running": [], "unfinished": [], "stage": Stage.RUNNING, "holds": False}
-    return {"machine": {"round": round_, "seed": 0, **everyone}, "results": []}
 
 
 def _name(scheduler: Any) -> str | None:

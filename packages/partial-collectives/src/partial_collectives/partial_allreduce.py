@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self, TypedDict
@@ -81,15 +80,14 @@ class PartialAllreduce:
         _check_like(self._like)
         self.comm = as_communicator(comm)
         _check_on_death(on_death, self.comm)
-        share, seconds = _parsed_grace(grace)
-        rules = check_rules(quorum, max_staleness, bool(share or seconds), seed, self.comm.size)
-        self._share, self._seconds = share, seconds
+        waits = _parsed_grace(grace)
+        rules = check_rules(quorum, max_staleness, any(waits), seed, self.comm.size)
         shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in self._like)
         facts = f"PartialAllreduce({shapes}; quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=})"
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
         flat = [torch.empty(one.numel(), dtype=one.dtype) for one in self._like]
         rounds = f"a round (a rank with no more steps calls finish()) of {facts}"
-        self._rounds = PartialRounds(self.comm, rules, flat, self._grace_seconds, rounds, shrinks=on_death == "shrink")
+        self._rounds = PartialRounds(self.comm, rules, flat, waits, rounds, shrinks=on_death == "shrink")
         self._closed = False
 
     @property
@@ -259,13 +257,6 @@ class PartialAllreduce:
             raise RuntimeError(f"{what} after close(): make a new PartialAllreduce, on every rank")
         if not finishes and self._rounds.machine.stage is Stage.FINISHED:
             raise RuntimeError(f"{what} after finish(): this rank has said that it has no more steps")
-
-    def _grace_seconds(self) -> float:
-        if not self._share:
-            return self._seconds
-        began = self._rounds.began
-        apart = [later - earlier for earlier, later in zip(began, list(began)[1:], strict=False)]
-        return self._share * statistics.median(apart) if apart else 0.0
 
 
 def _parsed_grace(grace: float | str) -> tuple[float, float]:

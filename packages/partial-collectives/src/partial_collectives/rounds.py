@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from communicators import Attempt, CollectiveError, Communicator, LeftOutError, Schedule, Work, start
@@ -31,10 +33,11 @@ class PartialRounds:
 
     Everything that happens comes as a signal, also that the collective of a round is over, and is dealt with by one
     thread at a time: by the process's background engine, or by the loop of a simulated world.
-    like: 1-D tensors in host memory, where all of this takes place. seconds_of_grace: how long a round waits once its
-    quorum is there. results: rounds that were not taken yet; totals are lists of 1-D tensors. began: when this rank
-    entered the last rounds, by the communicator's clock. shrinks: whether the others go on where a rank has died.
-    given_up: ranks that have not answered, and were left out. name: of this rank, in errors.
+    like: 1-D tensors in host memory, where all of this takes place. grace: how long a round waits once its quorum is
+    there, as a share of the median time between the last rounds, or in seconds. results: rounds that were not taken
+    yet; totals are lists of 1-D tensors. began: when this rank entered the last rounds, by the communicator's clock.
+    shrinks: whether the others go on where a rank has died. given_up: ranks that have not answered, and were left out.
+    name: of this rank, in errors.
     """
 
     def __init__(
@@ -42,17 +45,17 @@ class PartialRounds:
         comm: Communicator,
         rules: Rules,
         like: Sequence[Tensor],
-        seconds_of_grace: Callable[[], float],
+        grace: tuple[float, float],
         facts: str,
         *,
-        shrinks: bool = False,
+        shrinks: bool,
     ) -> None:
         self.machine, self.deposits = Machine(comm.rank, comm.size, rules), Deposits(like)
         self.results: deque[PartialResult] = deque()
         self.lateness = Lateness(comm.size)
         self.began: deque[float] = deque(maxlen=MOST_BEGAN)
         self._arrivals = Arrivals()
-        self._comm, self._facts, self._seconds_of_grace = comm, facts, seconds_of_grace
+        self._comm, self._facts, self._grace = comm, facts, grace
         self._lock = threading.RLock()
         self._shrinks, self._left_out, self.name = shrinks, "", f"rank {comm.rank}"
         self.given_up = set[int]()
@@ -186,6 +189,11 @@ class PartialRounds:
             elif self._graced != action.round:
                 self._graced = action.round
                 self._signals.remind(self._seconds_of_grace(), KINDS * action.round + Kind.GRACE_OVER)
+
+    def _seconds_of_grace(self) -> float:
+        share, seconds = self._grace
+        apart = [later - earlier for earlier, later in pairwise(self.began)]
+        return share * statistics.median(apart) if share and apart else seconds
 
     def _join(self, join: Join) -> None:
         self.began.append(self._comm.clock())

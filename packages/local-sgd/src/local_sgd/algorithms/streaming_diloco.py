@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.compression import Allreduce, Compress, Compression
-from local_sgd.fragments import ByFragment, Fragments
+from local_sgd.driver import Driver
+from local_sgd.fragments import Fragments
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rule import Part
@@ -69,6 +70,7 @@ class StreamingDiLoCo(PeriodicAveraging):
         allreduce: Allreduce | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        driver = ByFragment(fragments, whole("delay", delay, ", 0 or more", least=0), Compression(compress, allreduce))
+        delay = whole("delay", delay, ", 0 or more", least=0)
+        driver = Driver(Compression(compress, allreduce), fragments, delay)
         rule = Mixed(outer, outer_scheduler, below_one("alpha", alpha))
         super().__init__(optimizer, rule, sync_every=sync_every, driver=driver, **settings)
