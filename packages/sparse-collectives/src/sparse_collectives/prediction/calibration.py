@@ -103,7 +103,7 @@ def slowest(values: list[float], comm: Communicator) -> list[float]:
 
 def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.device, repeats: int) -> float:
     """Median seconds of a call that all ranks make at once; a first one warms up."""
-    clock = _clock(comm, device)
+    clock = clock_of(comm, device)
 
     def sample() -> float:
         begin = clock()
@@ -122,7 +122,7 @@ def _median(sample: Callable[[], float], comm: Communicator, repeats: int) -> fl
     return statistics.median(samples[1:])
 
 
-def _clock(comm: Communicator, device: torch.device) -> Callable[[], float]:
+def clock_of(comm: Communicator, device: torch.device) -> Callable[[], float]:
     """Seconds, read when the device is idle."""
 
     def read() -> float:
@@ -138,7 +138,7 @@ def _merging(algorithm: str, wire: str, gradients: list[Tensor], k: int, comm: C
 
     gradients: those of the two ranks, 1-D; selection is not counted.
     """
-    entry, clock = resolve(algorithm, size=2, wire=wire), _clock(comm, gradients[0].device)
+    entry, clock = resolve(algorithm, size=2, wire=wire), clock_of(comm, gradients[0].device)
     states = [entry.initial_state() for _ in gradients]
 
     def started(rank: int) -> Generator[Any, Any, Any]:
