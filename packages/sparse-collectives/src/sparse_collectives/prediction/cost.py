@@ -165,9 +165,7 @@ def fastest_first(predictions: Sequence[Prediction]) -> list[Prediction]:
     return sorted(predictions, key=lambda p: (p.seconds, -p.density, p.name))
 
 
-def step_seconds(
-    prediction: Prediction, *, compute: float, backward: float = 0.0, bucket_bytes: int = DDP_BUCKET_BYTES
-) -> float:
+def step_seconds(prediction: Prediction, *, compute: float, backward: float = 0.0) -> float:
     """One training step: forward and backward (`compute` seconds), compression, and what is not hidden of the exchange.
 
     backward: seconds of `compute` during which buckets travel already; 0 where the exchange comes after it. Buckets
@@ -175,7 +173,7 @@ def step_seconds(
     """
     if not backward:
         return compute + prediction.seconds
-    buckets = max(1, math.ceil(4 * prediction.numel / bucket_bytes))
+    buckets = max(1, math.ceil(4 * prediction.numel / DDP_BUCKET_BYTES))
     exchange = buckets * prediction.latency + prediction.transfer + prediction.merging
     return compute + prediction.compression + max(exchange / buckets, exchange - backward)
 
