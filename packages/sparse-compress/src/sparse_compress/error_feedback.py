@@ -248,10 +248,9 @@ class ErrorFeedback:
             raise RuntimeError("rollback needs ErrorFeedback(..., tentative=True)")
         if self._undo and isinstance(self.compressor, StatefulCompressor):
             self.compressor.load_state_dict(self._compressor_before)
-        self._spare.update({name: self._known[name] for name in self._undo})
-        self._known.update(self._undo)
-        self._undo.clear()
-        self._finite.clear()
+        for name, before in self._undo.items():
+            self._known[name], self._undo[name] = before, self._known[name]
+        self.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and velocities by name, as references (clone or save them before the next step).

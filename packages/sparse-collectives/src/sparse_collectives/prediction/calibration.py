@@ -87,9 +87,8 @@ def measure_handling(
 
 def agreed(handling: Handling, comm: Communicator) -> Handling:
     """The slowest rank's costs. All ranks give the same names, in any order."""
-    prescribed, merge = sorted(handling.prescribed), sorted(handling.merge)
-    own = [handling.compress, *(handling.prescribed[n] for n in prescribed), *(handling.merge[n] for n in merge)]
-    costs = iter(slowest(own, comm))
+    prescribed, merge = dict(sorted(handling.prescribed.items())), dict(sorted(handling.merge.items()))
+    costs = iter(slowest([handling.compress, *prescribed.values(), *merge.values()], comm))
     return Handling(next(costs), {name: next(costs) for name in prescribed}, {name: next(costs) for name in merge})
 
 
