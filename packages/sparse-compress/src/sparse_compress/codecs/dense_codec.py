@@ -71,10 +71,10 @@ class DenseCodec:
             TypeError: The message is no uint8 tensor.
             ValueError: The message has another length, or on a CPU a corrupted scale.
         """
-        message, numel = aligned(message), element_count(numel)
-        if message.numel() != self.nbytes(numel):
+        kind, message, numel = VALUES[self.values], aligned(message), element_count(numel)
+        if message.numel() != kind.nbytes(numel):
             raise ValueError(f"{message.numel()} bytes given, but {numel} elements take {self.nbytes(numel)}")
-        return VALUES[self.values].unpack(message, torch.empty(numel, dtype=torch.float32, device=message.device))
+        return kind.unpack(message, torch.empty(numel, dtype=torch.float32, device=message.device))
 
     def __repr__(self) -> str:
         return f"DenseCodec(values={self.values!r})"

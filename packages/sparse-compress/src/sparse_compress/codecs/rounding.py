@@ -81,7 +81,7 @@ class Int8(NamedTuple):
         exponent = data[:4].view(torch.int32)
         if exponent.is_cpu and not -126 <= int(exponent) <= 126:
             raise ValueError(f"corrupted scale: 2^{int(exponent)}, expected 2^−126 … 2^126")
-        steps = data[SCALE_BYTES : self.nbytes(len(out))].view(torch.int8)
+        steps = data[SCALE_BYTES : SCALE_BYTES + len(out)].view(torch.int8)
         if library := kernels(steps, (torch.int8,)):
             library.sc_of_int8(steps.data_ptr(), len(out), int(exponent), out.data_ptr())
             return out
