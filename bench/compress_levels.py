@@ -49,9 +49,9 @@ def _calls(x: Tensor) -> Iterator[tuple[str, str, Callable[[], object], int, Cal
     a, b = topk(x, k), topk(x.roll(n // 2), k)
     yield "merge and cut", "ns an input entry", accumulate, 2 * k, partial(merge, a, b, k)
     yield "add", "ns an input entry", accumulate, 2 * k, partial(add, a, b)
-    packed = elias_fano.pack(a.indices, n)
+    packed, into = elias_fano.pack(a.indices, n), torch.empty(k, dtype=torch.int32)
     yield "pack indices", "ns an input entry", accumulate, k, partial(elias_fano.pack, a.indices, n)
-    yield "unpack indices", "ns an input entry", accumulate, k, partial(elias_fano.unpack, packed, n, k)
+    yield "unpack indices", "ns an input entry", accumulate, k, partial(elias_fano.unpack, packed, n, into)
     for kind in ("bf16", "int8"):
         yield f"{kind} and back", "ns an input entry", accumulate, k, partial(WireCodec(kind).split, a)
     yield "put back", "read passes", read, 0, partial(a.put, sums, divisor=2)

@@ -171,7 +171,7 @@ def test_half_of_a_gradient_is_measured_on_few_entries(monkeypatch):
     """All wires of all algorithms, some of which take microseconds an entry."""
     merged = []
 
-    def counted(algorithm, wire, gradients, k, comm, repeats):
+    def counted(algorithm, wire, gradients, k, comm):
         merged.append(k)
         return 0.0
 

@@ -38,7 +38,7 @@ def test_ranks_agree_on_busy_machines(monkeypatch, seed):
     def body(comm):
         rng, names = random.Random(f"{seed} {comm.rank}"), list(ALGORITHMS)
 
-        def noisy(call, comm, device, repeats):
+        def noisy(call, comm, device):
             call()
             return rng.expovariate(1e3)
 

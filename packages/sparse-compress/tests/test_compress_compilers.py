@@ -135,8 +135,9 @@ def _put(a: SparseVector) -> Case:
 
 def _values(x: Tensor) -> Case:
     halves, steps = VALUES["bf16"].pack(x), VALUES["int8"].pack(x)
-    wide, power = VALUES["bf16"].unpack(halves, len(x)), int(steps[:4].view(torch.int32))
-    expected = [halves, wide, leftover(x, wide), steps[8:], VALUES["int8"].unpack(steps, len(x))]
+    wide, power = VALUES["bf16"].unpack(halves, torch.empty_like(x)), int(steps[:4].view(torch.int32))
+    expected = [halves, wide, leftover(x, wide, torch.empty_like(x)), steps[8:]]
+    expected.append(VALUES["int8"].unpack(steps, torch.empty_like(x)))
     return Case(PACKED_VALUES, (len(x), 0, 0), [x], expected, power)
 
 

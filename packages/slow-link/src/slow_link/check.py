@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from slow_link.launcher import Launcher
 from slow_link.link import open_link
-from slow_link.measure import Found
+from slow_link.measure import PING_BYTES, Found
 
 TOLERANCE = 0.15
 SECONDS_PER_LAUNCH = 120.0
@@ -71,9 +71,9 @@ def good(found: Sequence[Row]) -> bool:
 def rows(link: Launcher, repeats: int) -> Iterator[Row]:
     """Measures all rows of one link: over MPI first, then over gloo."""
     for kind in ("mpi", "gloo"):
-        nowhere = _measured(Launcher(ranks=link.ranks), kind, str(repeats), "software")
-        software = {found.who: min(found.seconds) for found in nowhere}
-        for found in _measured(link, kind, str(repeats)):
+        nowhere = _measured(Launcher(ranks=link.ranks), kind, repeats)
+        software = {found.who: min(found.seconds) for found in nowhere if found.nbytes == PING_BYTES[0]}
+        for found in _measured(link, kind, repeats):
             messages, nbytes = cost(found.what, found.nbytes, link.ranks)
             model = messages * link.alpha + nbytes * link.beta
             yield Row(link.ranks, found, model, messages * software[found.who])
@@ -86,9 +86,9 @@ def cost(what: str, nbytes: int, ranks: int) -> tuple[int, float]:
     return 2 * math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks * nbytes
 
 
-def _measured(link: Launcher, kind: str, *arguments: str) -> list[Found]:
+def _measured(link: Launcher, kind: str, repeats: int) -> list[Found]:
     """Measurements that rank 0 printed."""
-    command = [sys.executable, "-m", "slow_link.measure", kind, *arguments]
+    command = [sys.executable, "-m", "slow_link.measure", kind, str(repeats)]
     launch = link.mpiexec if kind == "mpi" else link.processes
     done = launch(command, timeout=SECONDS_PER_LAUNCH)
     every = done if isinstance(done, list) else [done]

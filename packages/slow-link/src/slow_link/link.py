@@ -105,16 +105,14 @@ class SlowLink(Launcher):
 
     def _up(self) -> None:
         devices: list[int] = []
-        try:
+        with ExitStack() as ours:  # the switch has descriptors of its own, so that the devices end with it
             for rank in range(self.ranks):
                 device, name = namespaces.open_tun()
+                ours.callback(os.close, device)
                 devices.append(device)
                 namespace = namespaces.name_of(self._number, rank)
                 namespaces.create(namespace, name, rank=rank, bits_per_second=8 / self.beta)
             self._switch = self._started_switch(devices)
-        finally:
-            for device in devices:  # the switch has its own, so that the devices end with it
-                os.close(device)
 
     def _started_switch(self, devices: list[int]) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-I", "-S", str(Path(switch.__file__))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -69,36 +69,31 @@ def over_gloo() -> BareCalls:
 
 
 def measurements(bare: BareCalls, comm: Communicator, repeats: int) -> Iterator[Found]:
-    """Measures ping-pongs of all pairs (2i, 2i + 1) at once, then allreduces: bare ones, then ours."""
-    yield from ping_pongs(bare, comm, repeats, PING_BYTES)
-    x = torch.ones(SUM_BYTES // 4)
-    if not isinstance(comm, Throttled):  # only calls through `comm` are slowed
-        yield Found(bare.name, "allreduce", SUM_BYTES, _times(repeats, partial(bare.allreduce, x), bare.barrier))
-    ours = partial(allreduce, x, comm, native=False)
-    yield Found(OURS, "allreduce", SUM_BYTES, _times(repeats, ours, bare.barrier))
+    """Measures ping-pongs of all pairs (2i, 2i + 1) at once, one way, then allreduces: bare ones, then ours.
 
-
-def ping_pongs(
-    bare: BareCalls, comm: Communicator, repeats: int, sizes: Sequence[int] = (SLOT_BYTES,)
-) -> Iterator[Found]:
-    """Measures seconds one way, repeating short messages more often, because they take little time.
-
-    Repeats need no barrier: no rank serves before the last ball is back.
+    Short messages are repeated more often, because they take little time. Ping-pongs need no barrier between them: no
+    rank serves before the last ball is back.
     """
-    games = [(OURS, partial(_our_ping_pong, comm))]
-    if not isinstance(comm, Throttled):
-        games.insert(0, (bare.name, partial(_ping_pong, bare, comm)))
-    for who, once in games:
-        for nbytes in sizes:
+    x = torch.ones(SUM_BYTES // 4)
+    calls: dict[str, tuple[Callable[[int], object], Callable[[], object]]] = {
+        bare.name: (partial(_ping_pong, bare, comm.rank), partial(bare.allreduce, x)),
+        OURS: (partial(_our_ping_pong, comm), partial(allreduce, x, comm, native=False)),
+    }
+    if isinstance(comm, Throttled):  # only calls through `comm` are slowed
+        del calls[bare.name]
+    for who, (ping_pong, _) in calls.items():
+        for nbytes in PING_BYTES:
             often = repeats if nbytes > SHORT_BYTES else 20 * repeats
-            there = [seconds / 2 for seconds in _times(often, partial(once, nbytes))]
+            there = [seconds / 2 for seconds in _times(often, partial(ping_pong, nbytes))]
             yield Found(who, "ping-pong", nbytes, there)
+    for who, (_, summing) in calls.items():
+        yield Found(who, "allreduce", SUM_BYTES, _times(repeats, summing, bare.barrier))
 
 
-def _ping_pong(bare: BareCalls, comm: Communicator, nbytes: int) -> None:
-    peer, ball = comm.rank ^ 1, torch.zeros(nbytes, dtype=torch.uint8)
+def _ping_pong(bare: BareCalls, rank: int, nbytes: int) -> None:
+    peer, ball = rank ^ 1, torch.zeros(nbytes, dtype=torch.uint8)
     for serving in (0, 1):
-        if comm.rank % 2 == serving:
+        if rank % 2 == serving:
             bare.send(ball, peer)
         else:
             bare.receive(ball, peer)
@@ -126,12 +121,11 @@ def _times(repeats: int, once: Callable[[], object], before: Callable[[], object
     return seconds[1:]
 
 
-def main(kind: str, repeats: int, *, software: bool) -> None:
+def main(kind: str, repeats: int) -> None:
     """Measures on all ranks (collective); rank 0 prints a line of JSON for each measurement."""
     bare = over_mpi() if kind == "mpi" else over_gloo()
     comm = behind_link()
-    found = (ping_pongs if software else measurements)(bare, comm, repeats)
-    for who, what, nbytes, seconds in found:
+    for who, what, nbytes, seconds in measurements(bare, comm, repeats):
         if comm.rank == 0:
             print(json.dumps((f"{who}, {kind}" if who == OURS else who, what, nbytes, seconds)), flush=True)
     bare.barrier()
@@ -140,4 +134,4 @@ def main(kind: str, repeats: int, *, software: bool) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]), software=sys.argv[3:] == ["software"])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -47,15 +48,8 @@ class Throttled(Communicator):
     def clock(self) -> float:
         return self._comm.clock()
 
-    @property
-    def bytes_sent(self) -> int:  # type: ignore[override]
-        """Bytes sent by the wrapped communicator."""
-        return self._comm.bytes_sent
-
-    @property
-    def messages_sent(self) -> int:  # type: ignore[override]
-        """Messages sent by the wrapped communicator."""
-        return self._comm.messages_sent
+    bytes_sent = property(attrgetter("_comm.bytes_sent"), doc="Bytes sent by the wrapped communicator.")
+    messages_sent = property(attrgetter("_comm.messages_sent"), doc="Messages sent by the wrapped communicator.")
 
 
 def slowed(schedule: Schedule[T], link: Link) -> Schedule[T]:

@@ -185,7 +185,7 @@ class CodedWire(Wire):
         return self._dense.encode(values)
 
     def values(self, dense: Tensor, length: int, like: SparseVector) -> Tensor:
-        return self._dense.decode(dense.clone(), length)
+        return self._dense.decode(dense, length)
 
 
 RAW = Wire()

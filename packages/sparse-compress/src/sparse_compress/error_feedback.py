@@ -202,26 +202,6 @@ class ErrorFeedback:
         part = {"residuals": {name: residual}, "velocities": {} if velocity is None else {name: velocity}}
         self._known.update(read_state(part, momentum=self.momentum > 0, known={}))
 
-    def forget(self, name: str) -> dict[str, Tensor]:
-        """Forgets a name.
-
-        Args:
-            name: A known one.
-
-        Returns:
-            Its ``"residuals"`` tensor and, with momentum, its ``"velocities"`` one.
-
-        Raises:
-            KeyError: The name is unknown.
-            RuntimeError: A tentative step of it is open.
-        """
-        if name in self._undo:
-            raise RuntimeError(f"{name!r} in mid-step: commit() or rollback() the tentative step first")
-        state = write_state({name: self._known[name]})
-        for kept in (self._known, self._spare, self._checked):
-            kept.pop(name, None)
-        return {part: tensors[name] for part, tensors in state.items() if tensors}
-
     def restore(self, name: str, dropped: SparseVector) -> None:
         """Adds what a collective dropped to the residual of ``name``.
 
@@ -268,10 +248,9 @@ class ErrorFeedback:
             raise RuntimeError("rollback needs ErrorFeedback(..., tentative=True)")
         if self._undo and isinstance(self.compressor, StatefulCompressor):
             self.compressor.load_state_dict(self._compressor_before)
-        self._spare.update({name: self._known[name] for name in self._undo})
-        self._known.update(self._undo)
-        self._undo.clear()
-        self._finite.clear()
+        for name, before in self._undo.items():
+            self._known[name], self._undo[name] = before, self._known[name]
+        self.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and velocities by name, as references (clone or save them before the next step).

@@ -5,12 +5,12 @@ the largest magnitudes first, so NaN and inf are among what they send. On a CPU 
 float32 (gradients also of 16 bits), on a GPU Triton; plain torch and NumPy do the rest, and are the reference.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from math import inf, isfinite
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_ELEMENTS = 2**31 - 2**12  # of a Triton kernel: the last block's element numbers still fit int32
 ANY = -1
 """Key that all elements reach: the k largest are selected."""
-Select = Callable[[Tensor], SparseVector]
-Span = tuple[int, int]
+Blocks = Sequence[tuple[tuple[int, int], int]]
+Plan = tuple[Blocks, int]
 
 
 def topk(x: Tensor, k: int) -> SparseVector:
@@ -136,11 +136,20 @@ class Selection:
         """Entries of a 1-D tensor, with their values."""
         raise NotImplementedError
 
-    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """Accumulates the gradient, selects, and clears the entries that are sent.
+    def plan(self, numel: int) -> Plan:
+        """What `step` may fuse with accumulating, bit for bit; by default nothing, and it takes a sweep for each.
 
-        A subclass may fuse ``before.advance(gradient, momentum, out)``, a call on ``out.residual`` and ``out.clear``,
-        bit for bit.
+        Args:
+            numel: Elements of the tensor.
+
+        Returns:
+            Blocks [low, high), which make up the tensor, in order, with the number of their largest that are selected;
+            and the key that all of these reach, for which there is one block, or `ANY`.
+        """
+        return (), ANY
+
+    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
+        """Accumulates the gradient, selects, and clears the entries that are sent: in one sweep where kernels can.
 
         Args:
             before: State accumulated until now.
@@ -148,7 +157,17 @@ class Selection:
             momentum: m of the correction, 0 without.
             out: Accumulator for the new state, without the entries that are sent; may be ``before``.
         """
-        return plain_step(self, before, gradient, momentum, out)
+        library, n = kernels(gradient, KINDS), gradient.numel()
+        blocks, key = plan = self.plan(n)
+        most = sum([k for _, k in blocks])
+        if library and most and (most < n or key != ANY):
+            return _native_step(before, gradient, momentum, out, plan, most, library)
+        if most and key == ANY and _triton_takes(gradient):
+            return _triton_step(before, gradient, momentum, out, blocks)
+        before.advance(gradient, momentum, out)
+        sent = self(out.residual.view(-1))
+        out.take_out(sent)
+        return sent
 
 
 @dataclass(frozen=True)
@@ -164,9 +183,8 @@ class Largest(Selection):
     def __call__(self, accumulated: Tensor) -> SparseVector:
         return topk(accumulated, self.k)
 
-    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        n = gradient.numel()
-        return fused_step(self, before, gradient, momentum, out, [((0, n), min(self.k, n))])
+    def plan(self, numel: int) -> Plan:
+        return [((0, numel), min(self.k, numel))], ANY
 
 
 @dataclass(frozen=True)
@@ -184,9 +202,8 @@ class Reaching(Selection):
     def __call__(self, accumulated: Tensor) -> SparseVector:
         return reaching(accumulated, self.key, self.k)
 
-    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        key = min(self.key, key_of_inf(torch.float32))
-        return fused_step(self, before, gradient, momentum, out, [((0, gradient.numel()), self.k)], key)
+    def plan(self, numel: int) -> Plan:
+        return [((0, numel), self.k)], min(self.key, key_of_inf(torch.float32))
 
 
 @dataclass(frozen=True)
@@ -208,43 +225,17 @@ class LargestOfBlocks(Selection):
             chosen.append(found if budget or not bool(all_finite(found)) else topk(accumulated[low:high], 0))
         return concatenate(chosen)
 
-    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
+    def plan(self, numel: int) -> Plan:
         blocks = list(zip(self.bounds, self.budgets, strict=True))
-        if any(low < high and not budget for (low, high), budget in blocks):
-            return plain_step(self, before, gradient, momentum, out)
-        return fused_step(self, before, gradient, momentum, out, blocks)
+        return (() if any(low < high and not budget for (low, high), budget in blocks) else blocks), ANY
 
 
-def plain_step(
-    select: Select, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator
+def _native_step(
+    before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator, plan: Plan, most: int, library: Any
 ) -> SparseVector:
-    """`Selection.step` by any selection, in a sweep each."""
-    before.advance(gradient, momentum, out)
-    sent = select(out.residual.view(-1))
-    out.take_out(sent)
-    return sent
-
-
-def fused_step(
-    select: Select,
-    before: Accumulator,
-    gradient: Tensor,
-    momentum: float,
-    out: Accumulator,
-    blocks: Sequence[tuple[Span, int]],
-    key: int = ANY,
-) -> SparseVector:
-    """`Selection.step` of ``select``, in one sweep where kernels take the gradient.
-
-    blocks: [low, high), and how many of its largest are selected, as ``select`` does; with a key, which then bounds
-    what is selected, one block.
-    """
-    library, n, most = kernels(gradient, KINDS), gradient.numel(), sum([k for _, k in blocks])
-    if not library or not most or (most >= n and key == ANY):
-        if most and key == ANY and _triton_takes(gradient):
-            return _triton_step(before, gradient, momentum, out, blocks)
-        return plain_step(select, before, gradient, momentum, out)
-    sent = SparseVector.allocate(most, n, torch.float32, gradient.device)
+    """`Selection.step` by the kernels, block by block; at most so many entries in all."""
+    blocks, key = plan
+    sent = SparseVector.allocate(most, gradient.numel(), torch.float32, gradient.device)
     kept = before.residual, before.velocity, out.residual, out.velocity
     v, u, new_v, new_u = [None if part is None else part.data_ptr() for part in kept]
     given = v, u, gradient.data_ptr(), KINDS[gradient.dtype], momentum, new_v, new_u
@@ -258,9 +249,9 @@ def fused_step(
 
 
 def _triton_step(
-    before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator, blocks: Sequence[tuple[Span, int]]
+    before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator, blocks: Blocks
 ) -> SparseVector:
-    """`fused_step` on a GPU, block by block; those without a budget are empty."""
+    """`Selection.step` on a GPU, block by block; those without a budget are empty."""
     from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
 
     flat, sent = gradient.view(-1), [SparseVector.empty(0, device=gradient.device)]

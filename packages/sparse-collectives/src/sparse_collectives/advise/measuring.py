@@ -21,7 +21,7 @@ import torch.distributed as dist
 from communicators import Alone, Communicator, allgather, as_communicator, barrier, measure_link
 
 from sparse_collectives.advise.situation import LINKS, TINY, Situation
-from sparse_collectives.prediction.calibration import measure_handling, measure_traffic, slowest
+from sparse_collectives.prediction.calibration import clock_of, measure_handling, measure_traffic, slowest
 from sparse_collectives.prediction.cost import BACKWARD_SHARE
 from sparse_collectives.wire import WIRES
 
@@ -147,14 +147,15 @@ def _step_seconds(
     name: str, model: torch.nn.Module, loss: Loss, comm: Communicator, device: torch.device
 ) -> tuple[float, float]:
     """Seconds of one forward and of one backward."""
+    clock = clock_of(comm, device)
     model.zero_grad()
-    begin = _now(comm, device)
+    begin = clock()
     with _users(name, "loss()"):
         value = loss()
-    middle = _now(comm, device)
+    middle = clock()
     with _users(name, "backward of what loss() returned"):
         value.backward()  # type: ignore[no-untyped-call]
-    return middle - begin, _now(comm, device) - middle
+    return middle - begin, clock() - middle
 
 
 @contextlib.contextmanager
@@ -181,12 +182,6 @@ def _where(error: BaseException) -> str:
     others = ("<", *(path + os.sep for path in (*installed, *here)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def _now(comm: Communicator, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return comm.clock()
 
 
 def _device(name: str | None, comm: Communicator) -> torch.device:

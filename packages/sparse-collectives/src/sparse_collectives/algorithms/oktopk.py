@@ -123,8 +123,8 @@ class OkTopk(Algorithm):
         """
         if size == 1:
             return Traffic(0, 0, 0)
-        wire, k, none = self.wire, min(k, numel), [0] * size
-        first = oktopk_traffic(rank, k, dtype, none, none, [-(-k // size)] * size, _even(numel, size), True, wire)
+        wire, k, none, edges = self.wire, min(k, numel), [0] * size, [0, *accumulate(even_counts(numel, size))]
+        first = oktopk_traffic(rank, k, dtype, none, none, [-(-k // size)] * size, edges, True, wire)
         between = (size - 1).bit_length() * size * sample_count(k) * torch.promote_types(dtype, torch.float32).itemsize
         moved = wire.block_nbytes(k, numel, dtype) + wire.block_nbytes(k, (size - 1) * numel, dtype)
         nbytes = moved + between + (3 * size + 1) * wire.overhead
@@ -137,9 +137,9 @@ class OkTopk(Algorithm):
         nearly all with one of before, while gradients do not get smaller. Samples a gap of g = ⌈k/S⌉ apart leave
         SPAN·(g − 1) keys a rank.
         """
-        k = min(k, numel)
+        k, edges = min(k, numel), [0, *accumulate(even_counts(numel, size))]
         even, spans = even_counts(k, size), [round(SPAN * (-(-k // sample_count(k)) - 1))] * size
-        return oktopk_traffic(rank, k, dtype, even, spans, even, _even(numel, size), False, self.wire)
+        return oktopk_traffic(rank, k, dtype, even, spans, even, edges, False, self.wire)
 
     def reference(self, inputs: Sequence[Array], k: int) -> Array:
         """The k largest entries of the sum of all selections, because a first call estimates a new threshold."""
@@ -216,11 +216,6 @@ def oktopk_traffic(
         gather_evenly_sent(rank, dtype, kept, edges[-1], wire),
         *agreed,
     )
-
-
-def _even(numel: int, size: int) -> list[int]:
-    """Edges of regions of about equally many elements."""
-    return [b * numel // size for b in range(size + 1)]
 
 
 def _is_of(of: Any) -> bool:

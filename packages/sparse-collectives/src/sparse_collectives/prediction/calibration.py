@@ -27,7 +27,7 @@ SHORT_ROUNDS = 16
 REPEATS = 5
 
 
-def measure_traffic(comm: Communicator, *, nbytes: int = LONG_BYTES, repeats: int = REPEATS) -> Link:
+def measure_traffic(comm: Communicator) -> Link:
     """α and β while all ranks send and receive at once, as they do in a collective.
 
     Each repeat is ⌈log P⌉ rounds in which rank r sends to r + 1, r + 2, r + 4, … (mod P). Where it is slower than
@@ -35,8 +35,8 @@ def measure_traffic(comm: Communicator, *, nbytes: int = LONG_BYTES, repeats: in
     """
     if comm.size == 1:
         return Link(0.0, 0.0)
-    small, large = (_round_seconds(comm, size, repeats) for size in (0, nbytes - SLOT_BYTES))
-    beta = max(0.0, (large - small) / (nbytes - SLOT_BYTES))
+    small, large = (_round_seconds(comm, nbytes) for nbytes in (0, LONG_BYTES - SLOT_BYTES))
+    beta = max(0.0, (large - small) / (LONG_BYTES - SLOT_BYTES))
     alpha, beta = slowest([max(0.0, small - beta * SLOT_BYTES), beta], comm)
     return Link(alpha, beta)
 
@@ -49,7 +49,6 @@ def measure_handling(
     device: torch.device,
     size: int | None = None,
     wires: Collection[str] = ("fp32",),
-    repeats: int = REPEATS,
 ) -> Handling:
     """Selecting, by the compressor and as algorithms prescribe it, and merging, while all ranks do it at once.
 
@@ -69,7 +68,7 @@ def measure_handling(
             feedback.restore("gradient", nothing)
             sparse.put(mean, divisor=size)
 
-        return seconds_of(step, comm, device, repeats) / gradient.numel()
+        return seconds_of(step, comm, device) / gradient.numel()
 
     prescribed = {
         name: compressing(entry.select(gradient, comm.rank, size, k, entry.initial_state()))
@@ -79,7 +78,7 @@ def measure_handling(
     part = gradient[: max(1, int(MOST_MERGED / density))]
     pair, merged = [part, torch.randn_like(part)], compressor.entries(part.numel())
     merge = {
-        on_wire(name, wire): _merging(name, wire, pair, merged, comm, repeats)
+        on_wire(name, wire): _merging(name, wire, pair, merged, comm)
         for name, entry in ALGORITHMS.items()
         for wire in (wires if entry.selects else ())
     }
@@ -88,9 +87,8 @@ def measure_handling(
 
 def agreed(handling: Handling, comm: Communicator) -> Handling:
     """The slowest rank's costs. All ranks give the same names, in any order."""
-    prescribed, merge = sorted(handling.prescribed), sorted(handling.merge)
-    own = [handling.compress, *(handling.prescribed[n] for n in prescribed), *(handling.merge[n] for n in merge)]
-    costs = iter(slowest(own, comm))
+    prescribed, merge = dict(sorted(handling.prescribed.items())), dict(sorted(handling.merge.items()))
+    costs = iter(slowest([handling.compress, *prescribed.values(), *merge.values()], comm))
     return Handling(next(costs), {name: next(costs) for name in prescribed}, {name: next(costs) for name in merge})
 
 
@@ -101,28 +99,28 @@ def slowest(values: list[float], comm: Communicator) -> list[float]:
     return largest
 
 
-def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.device, repeats: int) -> float:
+def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.device) -> float:
     """Median seconds of a call that all ranks make at once; a first one warms up."""
-    clock = _clock(comm, device)
+    clock = clock_of(comm, device)
 
     def sample() -> float:
         begin = clock()
         call()
         return clock() - begin
 
-    return _median(sample, comm, repeats)
+    return _median(sample, comm)
 
 
-def _median(sample: Callable[[], float], comm: Communicator, repeats: int) -> float:
+def _median(sample: Callable[[], float], comm: Communicator) -> float:
     """Median of samples that all ranks take at once; a first one warms up."""
     samples = []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         barrier(comm)
         samples.append(sample())
     return statistics.median(samples[1:])
 
 
-def _clock(comm: Communicator, device: torch.device) -> Callable[[], float]:
+def clock_of(comm: Communicator, device: torch.device) -> Callable[[], float]:
     """Seconds, read when the device is idle."""
 
     def read() -> float:
@@ -133,12 +131,12 @@ def _clock(comm: Communicator, device: torch.device) -> Callable[[], float]:
     return read
 
 
-def _merging(algorithm: str, wire: str, gradients: list[Tensor], k: int, comm: Communicator, repeats: int) -> float:
+def _merging(algorithm: str, wire: str, gradients: list[Tensor], k: int, comm: Communicator) -> float:
     """Seconds per entry that the algorithm merges: what rank 0 of 2 computes in a call amid training.
 
     gradients: those of the two ranks, 1-D; selection is not counted.
     """
-    entry, clock = resolve(algorithm, size=2, wire=wire), _clock(comm, gradients[0].device)
+    entry, clock = resolve(algorithm, size=2, wire=wire), clock_of(comm, gradients[0].device)
     states = [entry.initial_state() for _ in gradients]
 
     def started(rank: int) -> Generator[Any, Any, Any]:
@@ -146,7 +144,7 @@ def _merging(algorithm: str, wire: str, gradients: list[Tensor], k: int, comm: C
         sparse = (entry.select(gradient, rank, 2, k, state) if entry.prescribes else Largest(k))(gradient)
         return entry.schedule(sparse, rank, 2, k, **({} if state is None else {"state": state}))
 
-    seconds = _median(lambda: _seconds_of_first(started(0), started(1), clock), comm, repeats)
+    seconds = _median(lambda: _seconds_of_first(started(0), started(1), clock), comm)
     return seconds / max(entry.merged(0, 2, k, gradients[0].numel()), 1)
 
 
@@ -176,7 +174,7 @@ def _delivered(sent: Round, to: int) -> dict[int, Payload]:
     return {1 - to: sent.sends[to].clone()} if to in sent.sends else {}
 
 
-def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
+def _round_seconds(comm: Communicator, nbytes: int) -> float:
     """Median seconds of a round of bodies of nbytes.
 
     Short ones come in a row, so that it does not matter who leaves the barrier last.
@@ -184,13 +182,10 @@ def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
     distances = list(schedules.powers_of_two(below=comm.size)) * (1 if nbytes else SHORT_ROUNDS)
     payload = Payload.of(torch.zeros(nbytes, dtype=torch.uint8))
 
-    def shift() -> None:
-        run(_shifts(payload, distances, comm.rank, comm.size), comm, facts=f"shifts({nbytes})")
+    def shifts() -> Schedule[None]:
+        for distance in distances:
+            to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
+            yield Round({to: payload}, {source: payload.nbytes})
 
-    return seconds_of(shift, comm, comm.device, repeats) / len(distances)
-
-
-def _shifts(payload: Payload, distances: list[int], rank: int, size: int) -> Schedule[None]:
-    for distance in distances:
-        to, source = (rank + distance) % size, (rank - distance) % size
-        yield Round({to: payload}, {source: payload.nbytes})
+    seconds = seconds_of(lambda: run(shifts(), comm, facts=f"shifts({nbytes})"), comm, comm.device)
+    return seconds / len(distances)

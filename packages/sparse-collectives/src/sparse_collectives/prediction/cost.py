@@ -119,22 +119,15 @@ def predict(
         dtype = DENSE_WIRES[wire] or dtype
     settings = dict(options or {})
     found = _loads(algorithm, tuple(sorted(settings.items())), wire, size, numel, k, dtype)
-    sent, per_entry = [traffic for traffic, _ in found], handling.merge.get(on_wire(algorithm, wire), 0.0)
-    collided = _collisions(sent)
-    costs = [(*_network(traffic, link, collided), per_entry * merged) for traffic, merged in found]
-    latency, transfer, merging = max(costs, key=sum)
+    per_entry = handling.merge.get(on_wire(algorithm, wire), 0.0)
     return Prediction(
         algorithm,
         numel,
         k / numel if selects else 1.0,
         wire,
-        max(traffic.nbytes for traffic in sent),
-        max(traffic.rounds for traffic in sent),
-        handling.prescribed.get(algorithm, handling.compress) * numel if selects else 0.0,
-        latency,
-        transfer,
-        merging,
-        settings,
+        compression=handling.prescribed.get(algorithm, handling.compress) * numel if selects else 0.0,
+        options=settings,
+        **_busiest([traffic for traffic, _ in found], [per_entry * merged for _, merged in found], link),
     )
 
 
@@ -142,15 +135,8 @@ def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> 
     """The prediction with this many elements summed dense in float32 before the selection, by the same busiest rank."""
     if not count or prediction.density == 1:
         return prediction
-    sums = [Traffic.allreduce(4 * count, rank, size) for rank in range(size)]
-    latency, transfer = max((_network(traffic, link, _collisions(sums)) for traffic in sums), key=sum)
-    return replace(
-        prediction,
-        nbytes=prediction.nbytes + max(traffic.nbytes for traffic in sums),
-        rounds=prediction.rounds + max(traffic.rounds for traffic in sums),
-        latency=prediction.latency + latency,
-        transfer=prediction.transfer + transfer,
-    )
+    more = _busiest([Traffic.allreduce(4 * count, rank, size) for rank in range(size)], [0.0] * size, link)
+    return replace(prediction, **{name: getattr(prediction, name) + value for name, value in more.items()})
 
 
 def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Handling]) -> list[Prediction]:
@@ -179,9 +165,7 @@ def fastest_first(predictions: Sequence[Prediction]) -> list[Prediction]:
     return sorted(predictions, key=lambda p: (p.seconds, -p.density, p.name))
 
 
-def step_seconds(
-    prediction: Prediction, *, compute: float, backward: float = 0.0, bucket_bytes: int = DDP_BUCKET_BYTES
-) -> float:
+def step_seconds(prediction: Prediction, *, compute: float, backward: float = 0.0) -> float:
     """One training step: forward and backward (`compute` seconds), compression, and what is not hidden of the exchange.
 
     backward: seconds of `compute` during which buckets travel already; 0 where the exchange comes after it. Buckets
@@ -189,9 +173,18 @@ def step_seconds(
     """
     if not backward:
         return compute + prediction.seconds
-    buckets = max(1, math.ceil(4 * prediction.numel / bucket_bytes))
+    buckets = max(1, math.ceil(4 * prediction.numel / DDP_BUCKET_BYTES))
     exchange = buckets * prediction.latency + prediction.transfer + prediction.merging
     return compute + prediction.compression + max(exchange / buckets, exchange - backward)
+
+
+def _busiest(sent: Sequence[Traffic], merging: Sequence[float], link: Link) -> dict[str, Any]:
+    """The largest traffic of all ranks, and the seconds of the one that takes longest. merging: seconds of each."""
+    collided = _collisions(sent)
+    costs = [(*_network(traffic, link, collided), own) for traffic, own in zip(sent, merging, strict=True)]
+    latency, transfer, slowest = max(costs, key=sum)
+    most = {"nbytes": max(traffic.nbytes for traffic in sent), "rounds": max(traffic.rounds for traffic in sent)}
+    return {**most, "latency": latency, "transfer": transfer, "merging": slowest}
 
 
 def _network(traffic: Traffic, link: Link, collisions: int) -> tuple[float, float]:

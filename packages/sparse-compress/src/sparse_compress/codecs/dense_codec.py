@@ -44,7 +44,7 @@ class DenseCodec:
             TypeError: The tensor is not float32.
         """
         rounded = self.decode(self.encode(tensor), tensor.numel())
-        return rounded, leftover(flatten(tensor), rounded)
+        return rounded, leftover(flatten(tensor), rounded, torch.empty_like(rounded))
 
     def encode(self, tensor: Tensor) -> Tensor:
         """Encodes a tensor as a message: uint8, (nbytes,).
@@ -61,7 +61,7 @@ class DenseCodec:
         return VALUES[self.values].pack(flat)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """Decodes the tensor of a message: float32, (numel,), which may share the message's memory.
+        """Decodes the tensor of a message: float32, (numel,), in memory of its own.
 
         Args:
             message: uint8, 1-D.
@@ -71,10 +71,10 @@ class DenseCodec:
             TypeError: The message is no uint8 tensor.
             ValueError: The message has another length, or on a CPU a corrupted scale.
         """
-        message, numel = aligned(message), element_count(numel)
-        if message.numel() != self.nbytes(numel):
+        kind, message, numel = VALUES[self.values], aligned(message), element_count(numel)
+        if message.numel() != kind.nbytes(numel):
             raise ValueError(f"{message.numel()} bytes given, but {numel} elements take {self.nbytes(numel)}")
-        return VALUES[self.values].unpack(message, numel)
+        return kind.unpack(message, torch.empty(numel, dtype=torch.float32, device=message.device))
 
     def __repr__(self) -> str:
         return f"DenseCodec(values={self.values!r})"

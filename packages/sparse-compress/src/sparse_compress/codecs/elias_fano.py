@@ -33,19 +33,19 @@ def pack(indices: Tensor, numel: int) -> Tensor:
     return torch.cat([_to_bytes(planes).view(-1), _to_bytes(unary)])
 
 
-def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> Tensor:
-    """Unpacks the indices, int32, (count,), into ``out`` where that is given; nothing is read back.
+def unpack(data: Tensor, numel: int, out: Tensor) -> Tensor:
+    """Unpacks as many indices as ``out``, int32, has room for; nothing is read back.
 
-    Raises ValueError for another length, and on a CPU where there are not ``count`` indices. The caller checks that
+    Raises ValueError for another length, and on a CPU where they are not as many. The caller checks that
     they increase and are below ``numel``; on a GPU corrupted indices only stay within the memory.
     """
+    count = len(out)
     if data.numel() != nbytes(numel, count):
         raise ValueError(f"{data.numel()} bytes given, but {count} indices below {numel} take {nbytes(numel, count)}")
     low, high = _bits(numel, count)
     if library := kernels(data, (torch.uint8,)):
-        indices = torch.empty(count, dtype=torch.int32) if out is None else out
-        _check_count(library.sc_unpack_indices(data.data_ptr(), count, low, high, indices.data_ptr()), count)
-        return indices
+        _check_count(library.sc_unpack_indices(data.data_ptr(), count, low, high, out.data_ptr()), count)
+        return out
     plane = -(-count // 8)
     unary = _to_bits(data[low * plane :])[:high]
     if data.is_cpu:
@@ -56,8 +56,7 @@ def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> T
     found = torch.zeros(count + 1, dtype=torch.int32, device=data.device).index_copy_(0, place, positions)
     indices = found[:count] - torch.arange(count, device=data.device, dtype=torch.int32) << low
     planes = _to_bits(data[: low * plane].view(low, plane))[:, :count].int()
-    indices += (planes << _column(low, data.device)).sum(0, dtype=torch.int32)
-    return indices if out is None else out.copy_(indices)
+    return torch.add(indices, (planes << _column(low, data.device)).sum(0, dtype=torch.int32), out=out)
 
 
 def _check_count(found: int, count: int) -> None:

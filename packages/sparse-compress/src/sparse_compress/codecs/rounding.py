@@ -15,27 +15,8 @@ from sparse_compress.native.library import kernels
 SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
 
 
-class Float32(NamedTuple):
-    """Values unrounded, in 4 bytes."""
-
-    def nbytes(self, count: int) -> int:
-        """Bytes of ``count`` values."""
-        return 4 * count
-
-    def pack(self, x: Tensor) -> Tensor:
-        """Packs ``x``, float32, (k,), as uint8, (nbytes(k),); rounds to nearest, ties to even. inf and NaN stay so."""
-        return x.contiguous().view(torch.uint8)
-
-    def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        """Unpacks float32, (count,), from at least as many bytes; on a CPU ValueError for what ``pack`` cannot give.
-
-        ``out``: the tensor to write to.
-        """
-        return _into(out, data[: 4 * count].view(torch.float32))
-
-
-class Float16(NamedTuple):
-    """Values in 2 bytes, float16 or bfloat16; those that would overflow are clamped (float16: 65,504).
+class Floats(NamedTuple):
+    """Values of a dtype: float32 unrounded, float16 and bfloat16 in 2 bytes; those that would overflow are clamped.
 
     Kernels exist for bfloat16 alone: torch converts float16 in one pass, by the processor's own instructions.
     """
@@ -43,9 +24,13 @@ class Float16(NamedTuple):
     dtype: torch.dtype
 
     def nbytes(self, count: int) -> int:
-        return 2 * count
+        """Bytes of ``count`` values."""
+        return self.dtype.itemsize * count
 
     def pack(self, x: Tensor) -> Tensor:
+        """Packs ``x``, float32, (k,), as uint8, (nbytes(k),); rounds to nearest, ties to even. inf and NaN stay so."""
+        if self.dtype == torch.float32:
+            return x.contiguous().view(torch.uint8)
         if self.dtype == torch.bfloat16 and (library := kernels(x)):
             packed = torch.empty(2 * len(x), dtype=torch.uint8)
             library.sc_to_bf16(x.data_ptr(), len(x), packed.data_ptr())
@@ -59,12 +44,12 @@ class Float16(NamedTuple):
         clamped = torch.copysign((most / unit).floor() * unit, x)
         return torch.where(overflowed, clamped.to(self.dtype), rounded).view(torch.uint8)
 
-    def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+    def unpack(self, data: Tensor, out: Tensor) -> Tensor:
+        """Unpacks ``out``, float32, from at least as many bytes; on a CPU ValueError for what ``pack`` cannot give."""
         if self.dtype == torch.bfloat16 and (library := kernels(data, (torch.uint8,))):
-            out = torch.empty(count, dtype=torch.float32) if out is None else out
-            library.sc_of_bf16(data.data_ptr(), count, out.data_ptr())
+            library.sc_of_bf16(data.data_ptr(), len(out), out.data_ptr())
             return out
-        return _into(out, data[: 2 * count].view(self.dtype).float())
+        return out.copy_(data[: self.nbytes(len(out))].view(self.dtype))
 
 
 class Int8(NamedTuple):
@@ -92,25 +77,24 @@ class Int8(NamedTuple):
         head = torch.stack([exponent, torch.zeros_like(exponent)]).int().view(torch.uint8)
         return torch.cat([head, steps.view(torch.uint8)])
 
-    def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+    def unpack(self, data: Tensor, out: Tensor) -> Tensor:
         exponent = data[:4].view(torch.int32)
         if exponent.is_cpu and not -126 <= int(exponent) <= 126:
             raise ValueError(f"corrupted scale: 2^{int(exponent)}, expected 2^−126 … 2^126")
-        steps = data[SCALE_BYTES : SCALE_BYTES + count].view(torch.int8)
+        steps = data[SCALE_BYTES : SCALE_BYTES + len(out)].view(torch.int8)
         if library := kernels(steps, (torch.int8,)):
-            out = torch.empty(count, dtype=torch.float32) if out is None else out
-            library.sc_of_int8(steps.data_ptr(), count, int(exponent), out.data_ptr())
+            library.sc_of_int8(steps.data_ptr(), len(out), int(exponent), out.data_ptr())
             return out
-        return _into(out, (steps.float() * power_of_two(exponent)).masked_fill(steps == -128, torch.nan))
+        return torch.mul(steps.float(), power_of_two(exponent), out=out).masked_fill_(steps == -128, torch.nan)
 
 
-Values = Float32 | Float16 | Int8
+Values = Floats | Int8
 """Kind of values on the wire."""
 
 VALUES: dict[str, Values] = {
-    "fp32": Float32(),
-    "bf16": Float16(torch.bfloat16),
-    "fp16": Float16(torch.float16),
+    "fp32": Floats(torch.float32),
+    "bf16": Floats(torch.bfloat16),
+    "fp16": Floats(torch.float16),
     "int8": Int8(),
 }
 
@@ -137,20 +121,15 @@ def last_place(x: Tensor) -> Tensor:
     return power_of_two(exponent.clamp(-126, 127))
 
 
-def leftover(x: Tensor, rounded: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rounding error x − rounded, 0 where either is not finite; written to ``out`` where that is given."""
+def leftover(x: Tensor, rounded: Tensor, out: Tensor) -> Tensor:
+    """Rounding error x − rounded, 0 where either is not finite, written to ``out``."""
     if (library := kernels(x)) and kernels(rounded):
-        out = torch.empty(len(x), dtype=torch.float32) if out is None else out
         library.sc_leftover(x.data_ptr(), rounded.data_ptr(), len(x), out.data_ptr())
         return out
     error = torch.sub(x, rounded, out=out)
     if _known_within(error, torch.finfo(error.dtype).max):
         return error
     return error.masked_fill_(~error.isfinite(), 0)
-
-
-def _into(out: Tensor | None, values: Tensor) -> Tensor:
-    return values if out is None else out.copy_(values)
 
 
 def _known_within(x: Tensor, most: float) -> bool:

@@ -58,8 +58,8 @@ class WireCodec:
             TypeError: The vector is float64.
         """
         kind, values, rounded, error = VALUES[self.values], _float32(vector), vector.clone(), vector.clone()
-        kind.unpack(kind.pack(values), len(vector), out=rounded.values)
-        leftover(values, rounded.values, out=error.values)
+        kind.unpack(kind.pack(values), rounded.values)
+        leftover(values, rounded.values, error.values)
         return rounded, error
 
     def encode(self, vector: SparseVector) -> Tensor:
@@ -71,15 +71,11 @@ class WireCodec:
         Raises:
             TypeError: The vector is float64.
         """
-        values, (size, indices_at, total) = _float32(vector), self._sizes(len(vector), vector.numel)
-        message = torch.zeros(HEADER_BYTES + total, dtype=torch.uint8, device=vector.device)
-        message[FREE_BYTES:HEADER_BYTES] = vector.pack()[FREE_BYTES:HEADER_BYTES]
-        body = message[HEADER_BYTES:]
-        body[:size] = VALUES[self.values].pack(values)
-        raw = vector.indices.view(torch.uint8)
-        packed = elias_fano.pack(vector.indices, vector.numel) if self.indices == "packed" else raw
-        body[indices_at : indices_at + len(packed)] = packed
-        return message
+        values, indices = VALUES[self.values].pack(_float32(vector)), vector.indices.view(torch.uint8)
+        if self.indices == "packed":
+            indices = elias_fano.pack(vector.indices, vector.numel)
+        zeros, header = values.new_zeros(FREE_BYTES), vector.pack()[FREE_BYTES:HEADER_BYTES]
+        return torch.cat([zeros, header, values, zeros[: -len(values) % 4], indices, zeros[: -len(indices) % 4]])
 
     def decode(self, message: Tensor, numel: int, entries: int | None = None) -> SparseVector:
         """Decodes the vector of a message, in memory of its own.
@@ -132,27 +128,27 @@ class WireCodec:
         if block.numel() < header:
             raise ValueError(f"{FREE_BYTES + block.numel()} bytes given, but the header alone takes {HEADER_BYTES}")
         entries = _entries(block[:header], numel, entries)
-        _, indices_at, total = self._sizes(entries, numel)
+        indices_at, total = self._sizes(entries, numel)
         if block.numel() != header + total:
             nbytes = FREE_BYTES + block.numel()
             raise ValueError(f"{nbytes} bytes given, but {entries} entries of {numel} take {HEADER_BYTES + total}")
         vector = SparseVector.allocate(entries, numel, torch.float32, block.device)
-        VALUES[self.values].unpack(block[header:], entries, out=vector.values)
+        VALUES[self.values].unpack(block[header:], vector.values)
         data = block[header + indices_at :]
         if self.indices == "raw":
             vector.indices.copy_(data[: 4 * entries].view(torch.int32))
         else:
-            elias_fano.unpack(data[: elias_fano.nbytes(numel, entries)], numel, entries, out=vector.indices)
+            elias_fano.unpack(data[: elias_fano.nbytes(numel, entries)], numel, vector.indices)
         if block.is_cpu:
             check_entries(vector, 0, numel)
         return vector
 
-    def _sizes(self, entries: int, numel: int) -> tuple[int, int, int]:
-        """Bytes after the header: of the values, where the indices start, of both with padding to 4."""
+    def _sizes(self, entries: int, numel: int) -> tuple[int, int]:
+        """Bytes after the header: of the values, with padding to 4, after which the indices start; of both likewise."""
         values = VALUES[self.values].nbytes(entries)
         indices_at = values + -values % 4
         indices = elias_fano.nbytes(numel, entries) if self.indices == "packed" else 4 * entries
-        return values, indices_at, indices_at + indices + -indices % 4
+        return indices_at, indices_at + indices + -indices % 4
 
     def __repr__(self) -> str:
         return f"WireCodec(values={self.values!r}, indices={self.indices!r})"

@@ -14,7 +14,8 @@ class Compressor(Protocol):
 
     One that always takes the largest magnitudes first declares so by an attribute ``finds_nonfinite = True``: NaN and
     inf are then looked for in what it sends. One that scales values for the right mean has ``unbiased = True``.
-    One with a ``step`` (see `Selection`) selects while error feedback accumulates, in fewer sweeps over memory.
+    One with a ``step``, as a `Selection` with a ``plan`` has, selects while error feedback accumulates, in fewer sweeps
+    over memory.
     """
 
     def __call__(self, tensor: Tensor) -> SparseVector:

@@ -6,9 +6,8 @@ from inspect import signature
 
 from torch import Tensor
 
-from sparse_compress.accumulator import Accumulator
 from sparse_compress.arguments import check_dense, integer, share_of
-from sparse_compress.selection import fused_step, topk
+from sparse_compress.selection import ANY, Plan, Selection, topk
 from sparse_compress.vector import SparseVector
 
 SHARE = "the fraction of elements to send"
@@ -44,7 +43,7 @@ class Density:
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)}' for name in given)})"
 
 
-class TopK(Density):
+class TopK(Density, Selection):
     """Selects the k = max(1, round(density · n)) largest of n elements by magnitude, exactly (see ``topk``).
 
     Stateless and deterministic; always k entries.
@@ -61,10 +60,9 @@ class TopK(Density):
         check_dense(tensor, "tensor")
         return topk(tensor, self.entries(tensor.numel()))
 
-    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """Accumulates, selects and clears in one sweep."""
-        n = gradient.numel()
-        return fused_step(self, before, gradient, momentum, out, [((0, n), self.entries(n))])
+    def plan(self, numel: int) -> Plan:
+        """Plan of the one block that the whole tensor is; error feedback selects in the sweep that accumulates."""
+        return [((0, numel), self.entries(numel))], ANY
 
 
 @dataclass(frozen=True)

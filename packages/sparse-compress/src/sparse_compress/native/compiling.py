@@ -11,31 +11,29 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
 COMPILED = Path(__file__).with_name("kernels.so")
 SWITCH = "SPARSE_COMPRESS_NATIVE"
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden"]
-UNLINKED = ["-nostdlib"]  # no C library is named, so that one file serves them all
+UNLINKED = [] if sys.platform == "darwin" else ["-nostdlib"]  # no C library is named, so that one file serves them all
 
 
-def compile_kernels(target: Path, *, extra: Sequence[str] = ()) -> str | None:
+def compile_kernels(target: Path) -> str | None:
     """Compiles to ``target``; returns None, or one line that says why not.
 
-    ``extra``: more flags, with which the C library is linked too. The compiler is $CC, or what Python was built with,
-    or cc. Nothing is compiled where $SPARSE_COMPRESS_NATIVE is 0, nor on Windows.
+    The compiler is $CC, or what Python was built with, or cc. Nothing is compiled where $SPARSE_COMPRESS_NATIVE is 0,
+    nor on Windows.
     """
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 is set"
     if sys.platform == "win32":
         return "no kernels are compiled on Windows"
-    unlinked = [] if extra or sys.platform == "darwin" else UNLINKED
     reason = "no C compiler was found"
     for compiler in _compilers():
         partial = target.with_suffix(f".{os.getpid()}.part")
-        command = [*compiler, *FLAGS, *extra, f'-DSOURCE="{digest()}"', "-o", str(partial), str(SOURCE), *unlinked]
+        command = [*compiler, *FLAGS, f'-DSOURCE="{digest()}"', "-o", str(partial), str(SOURCE), *UNLINKED]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         except (OSError, subprocess.TimeoutExpired):
