@@ -1,7 +1,5 @@
 """Many tensors as few flat ones: a collective moves one long vector, not a hundred short ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `comm` is whatever `as_communicator` takes; all ranks of it call.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Reasons why a collective cannot proceed, as every rank says them."""
 
-from __future__ import annotations
-
 import re
 
 

@@ -1,7 +1,5 @@
 """The α-β model of a link: a message of b bytes takes α + β·b seconds (Hockney 1994); and its measurement."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Communicators for an mpi4py communicator, a torch process group, or one process alone."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

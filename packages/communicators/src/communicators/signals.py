@@ -5,8 +5,6 @@ least once; one that is sent again while it is on its way, or waits to be polled
 meaning must bear being heard twice, or late.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias

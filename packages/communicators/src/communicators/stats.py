@@ -1,7 +1,5 @@
 """Costs and savings of training so far: a dict of plain numbers for any logger, which prints as one line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 

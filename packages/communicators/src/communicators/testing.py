@@ -10,8 +10,6 @@ where my_allreduce(comm, tensor) returns the sum over ranks. A sparse collective
 and results as dense tensors, and what a rank put back. Needs hypothesis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 

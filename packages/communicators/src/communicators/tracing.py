@@ -4,8 +4,6 @@
 thread that it was started in, and of backward's; `recording` also those of the background engine's thread.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext

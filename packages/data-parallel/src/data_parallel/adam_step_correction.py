@@ -19,8 +19,6 @@ Not covered: an eps that is large beside √v (steps are then not divided by the
 weight decay that is added to gradients (its effect on v is common to all ranks, and is not seen).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Exchanges that start while backward goes on: each bucket's as soon as its gradients are ready."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from communicators import Bucket

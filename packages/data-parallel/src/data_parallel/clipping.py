@@ -4,8 +4,6 @@ After a sparse exchange `p.grad` holds what many steps have saved up for the few
 large by construction, and clipping it throws away what the residuals no longer hold.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

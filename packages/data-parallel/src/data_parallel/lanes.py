@@ -4,8 +4,6 @@ A lane sends a gradient and receives the result; it owns the bucket's residual, 
 last bucket of a step each lane is committed, or rolled back to what it kept before the step, bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ SGD, in whose residuals the large entries are signal, the first was measured to 
 locally: CSER, Xie et al., NeurIPS 2020; a step ahead of the error: Xu et al., AAAI 2021.)
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """All tensors of a model taken through an exchange, bucket by bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from communicators import Bucket, CollectiveError

@@ -1,7 +1,5 @@
 """Errors that name the rank and parameter of a NaN or inf, the same on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Optimizers around an optimizer: the gradients of all ranks are exchanged before its step, or its updates after it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack

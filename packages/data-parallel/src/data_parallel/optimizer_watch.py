@@ -4,8 +4,6 @@ An adapter that wraps the optimizer shows it to its watch. A DDP hook, and HSDP,
 watches of every optimizer's step, and they look at those that hold their parameters.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ times as many updates: at 1 % it stood still for a thousand steps and more, as t
 fine-tuned below a new head. Each by itself sends the same share, and moves as fast as the others.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

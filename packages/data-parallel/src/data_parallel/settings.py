@@ -1,7 +1,5 @@
 """Settings of an exchange: given as keywords, checked once, and fixed from then on."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Mapping

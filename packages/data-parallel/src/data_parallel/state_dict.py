@@ -3,8 +3,6 @@
 They are stored by parameter, not by bucket, so that a checkpoint stays valid when buckets change.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Cost of exchanges for this rank: bytes handed to the network, and seconds, waited for or hidden."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@
 trains with it in simulated worlds.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks with fewer steps than others, under torch's `Join`: who has no more inputs takes part with no gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ the parameters are selected from, with error feedback (as in SparseLoCo, Sarfi e
 exchange after every step, and without its decay of the residuals, which would lose a part of them).
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

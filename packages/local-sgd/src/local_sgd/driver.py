@@ -1,7 +1,5 @@
 """Exchanges of means, to which every rank applies the rule, in mid-training and at its end."""
 
-from __future__ import annotations
-
 import copy
 import math
 import reprlib

@@ -1,7 +1,5 @@
 """Fragments of a model, each exchanged by itself: every parameter is in exactly one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

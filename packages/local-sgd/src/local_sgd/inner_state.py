@@ -1,7 +1,5 @@
 """Policies for the inner optimizer's state, such as momentum, at a boundary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

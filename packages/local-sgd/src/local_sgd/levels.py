@@ -1,7 +1,5 @@
 """Two levels: frequent means among a few ranks, such as those of one machine, and the algorithm among all, rarely."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 

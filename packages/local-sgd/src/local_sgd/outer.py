@@ -1,7 +1,5 @@
 """Rule of an outer optimizer, whose gradient is the change of a block."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

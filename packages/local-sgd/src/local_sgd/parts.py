@@ -1,7 +1,5 @@
 """Parameters as a few flat vectors, in which the algorithms compute."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

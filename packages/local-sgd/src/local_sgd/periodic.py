@@ -1,7 +1,5 @@
 """`PeriodicAveraging`, the interface of the family: steps, boundaries, the end, the model, checkpoints."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping

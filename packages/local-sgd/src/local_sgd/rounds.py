@@ -1,7 +1,5 @@
 """Outer steps by rounds that do not wait for the last rank, with any engine of numbered sums as an argument."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Settings that all algorithms of the family take, and checks of a user's numbers."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping

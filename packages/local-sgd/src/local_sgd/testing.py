@@ -1,7 +1,5 @@
 """Laws of the family, for the test of a rule."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Momentum inside, in the steps of a block, and outside, over blocks: a warning where they amplify each other."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """One round's collective: every rank's header, then the sum of what those who contribute bring."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple

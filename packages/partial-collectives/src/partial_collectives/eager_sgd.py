@@ -1,7 +1,5 @@
 """`EagerSGD`: any torch optimizer, stepped once for every round of a partial allreduce of gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial

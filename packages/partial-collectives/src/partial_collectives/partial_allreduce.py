@@ -1,7 +1,5 @@
 """`PartialAllreduce`: sums over ranks that do not wait for the last one, and lose nothing of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self, TypedDict

@@ -1,7 +1,5 @@
 """Check that the others live while a rank waits: one that computes is slow, but its background engine answers."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection

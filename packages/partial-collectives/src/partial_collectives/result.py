@@ -1,7 +1,5 @@
 """Result of a round of a partial allreduce, the same on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

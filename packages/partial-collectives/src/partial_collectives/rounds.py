@@ -1,7 +1,5 @@
 """Drives the protocol on one rank: signals and collectives in, rounds out, beside whatever the rank computes."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import threading

@@ -1,7 +1,5 @@
 """Settings that shape an update besides the gradient: rates, momenta, the schedule. Alike on all ranks in a round."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Stragglers: ranks' arrivals as they are before a barrier hides them, deadlines, and delays for experiments."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Means over ranks, and copies of rank 0's tensors, in place; buffers of a model, such as BatchNorm's statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

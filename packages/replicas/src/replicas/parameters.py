@@ -1,7 +1,5 @@
 """Named parameters of a distributed optimizer, and checks that none is left out, at first and later."""
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The default process group, and DDP in it: whether the ranks that a wrapper found are those that train."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters that modules replace by others after an optimizer was made of them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """States in a checkpoint: each rank's own, or those of all ranks in one for rank 0 alone to write."""
 
-from __future__ import annotations
-
 import io
 import reprlib
 from collections.abc import Callable, Mapping, Sequence

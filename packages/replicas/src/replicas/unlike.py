@@ -1,7 +1,5 @@
 """Check that ranks still hold the same: one small number a tensor is compared, not its elements."""
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The wrapped optimizer's part of a checkpoint, such that torch.distributed.checkpoint leaves nothing of it out."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Mapping

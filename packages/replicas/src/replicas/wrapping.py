@@ -1,7 +1,5 @@
 """An optimizer round another one: schedulers, scalers and checkpoints take it for an optimizer, which it is."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import weakref

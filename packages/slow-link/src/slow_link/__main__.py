@@ -1,7 +1,5 @@
 """Command line: run a program behind a slow link, check the link, or clean up after a killed run."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

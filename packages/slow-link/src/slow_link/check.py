@@ -12,8 +12,6 @@ machine's cores with each other and with whatever else runs, which makes some re
 judges the lowest tenth of the repeats.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Starts ranks side by side, by mpiexec, by torchrun or as plain processes; none of them is left afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Emulated link: a namespace around every rank, and a switch between them; and what stands in for it elsewhere."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

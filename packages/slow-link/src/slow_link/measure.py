@@ -3,8 +3,6 @@
 python -m slow_link.measure mpi|gloo REPEATS
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Requirements of an emulated link: those that this machine lacks, and user namespaces in the place of root."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ A name tells its owner (slowlink-OWNER-NUMBER-RANK, OWNER a process), so that le
 name alone, and nothing else is touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -5,8 +5,6 @@ Each rank becomes a machine of its own. `mpiexec -n 4 X` becomes one mpiexec wit
 variables of env://.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -17,8 +17,6 @@ show: the receiver's device computes it, as when a real switch or network card r
 So nothing is ever faster than the link, and a late wake-up of this process delays packets without changing the rate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import heapq

@@ -1,7 +1,5 @@
 """Throttled transport on the ranks' side: a communicator whose rounds take α + β·bytes."""
 
-from __future__ import annotations
-
 import os
 import time
 from operator import attrgetter

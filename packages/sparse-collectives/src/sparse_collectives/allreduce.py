@@ -1,7 +1,5 @@
 """`sparse_allreduce`: one call for every algorithm."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 

@@ -1,7 +1,5 @@
 """Dense arrays in, dense arrays out: a sparse allreduce for programs that know no sparse vectors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, Unpack

@@ -6,8 +6,6 @@
 asserts them on inputs made to break them; `check_sparse_call` on inputs of your choice, and on real ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 import random

@@ -4,8 +4,6 @@ Who sends rounded values computes with them too, so that all ranks hold the same
 dropped, and so waits in one residual.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import TracebackType
 

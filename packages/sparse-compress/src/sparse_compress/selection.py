@@ -137,7 +137,7 @@ class Selection:
         raise NotImplementedError
 
     def plan(self, numel: int) -> Plan:
-        """What `step` may fuse with accumulating, bit for bit; by default nothing, and it takes a sweep for each.
+        """Selection that `step` may fuse with accumulating, bit for bit; by default none: it takes a sweep for each.
 
         Args:
             numel: Elements of the tensor.

@@ -4,8 +4,6 @@ Dissemination (Hensgen, Finkel & Manber 1988) of two sides: the lowest rank hear
 differ from its. Hearing of a rank twice changes nothing, so any P works.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from typing import TypeAlias

@@ -4,8 +4,6 @@ Worlds differ in how bytes travel; what a call is, and how a wrong message is to
 all of them.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Iterable

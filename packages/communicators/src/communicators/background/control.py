@@ -13,8 +13,6 @@ reason that every rank raises.
 - A rank that exits writes `departed` to all.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

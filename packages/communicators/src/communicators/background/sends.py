@@ -4,8 +4,6 @@ Over TCP an MPI send ends with the receiver's receipt, one α after the message.
 go on, and its buffers must live.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

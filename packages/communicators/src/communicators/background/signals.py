@@ -4,8 +4,6 @@ One message at a time is in flight to each peer; it carries what has gathered me
 more will come. So memory is bounded, and a rank that has heard that from all peers has heard all of their signals.
 """
 
-from __future__ import annotations
-
 import struct
 import threading
 import time

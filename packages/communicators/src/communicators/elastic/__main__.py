@@ -3,8 +3,6 @@
 A small server that keeps a few texts. It runs apart from all ranks, so that none of them takes it along when it dies.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import threading

@@ -1,7 +1,5 @@
 """One rank's hand in the dealing: what it draws, from generation to generation."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple

@@ -6,8 +6,6 @@ survivor has come through the commit, all of them hold the result, and keep it; 
 is done again among those left (Skeen's three-phase commit, SIGMOD 1981, with the board in place of a coordinator).
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref

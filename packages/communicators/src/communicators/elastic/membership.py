@@ -4,8 +4,6 @@ Each is one record on a `Board`, which only compare-and-swap replaces: so there 
 what. A rank that is not in it is told so at its next call, and may join anew.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import random

@@ -5,8 +5,6 @@ connected go on; only who comes and goes waits until one listens at the same add
 tells its record.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging

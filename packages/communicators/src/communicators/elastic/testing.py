@@ -5,8 +5,6 @@ What ranks do in it is a `Training`, with laws of its own: by default a `Ledger`
 integers, one atomic exchange a step.
 """
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -146,7 +144,7 @@ def _drawn_plan(dice: random.Random, often: float, *, first: bool) -> Plan:
 
 
 class Training(ABC):
-    """What every rank does under a schedule.
+    """Actions of every rank under a schedule.
 
     Attributes:
         timeout: The Elastic's, several times the longest exchange without a fault.

@@ -1,7 +1,5 @@
 """State of a survivor on its way to a newcomer: a schedule between the two of them."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Ring and halving-doubling allreduce, binomial broadcast, Bruck allgather (Thakur
 Bruck et al., IEEE TPDS 1997). Tensors are 1-D, contiguous, of any dtype that adds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -8,8 +8,6 @@ optimizers do (Dettmers et al., ICLR 2022). The scale is a power of two, so that
 are the input exactly.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

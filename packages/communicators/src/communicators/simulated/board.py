@@ -1,7 +1,5 @@
 """Board of a simulated world: texts in the loop's memory, each look at which takes the time of a small message."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 

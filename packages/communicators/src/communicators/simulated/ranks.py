@@ -1,7 +1,5 @@
 """Rank threads of a simulated world: only the one that holds the baton runs."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator

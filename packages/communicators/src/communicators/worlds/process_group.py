@@ -4,8 +4,6 @@ The Store, which one rank holds and which may not answer, is only needed to meet
 pinned host memory, unless NCCL is asked for (see `nccl`).
 """
 
-from __future__ import annotations
-
 import weakref
 from contextlib import suppress
 from datetime import timedelta

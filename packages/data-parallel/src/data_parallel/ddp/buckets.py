@@ -5,8 +5,6 @@ mean, shared by all ranks, of earlier backwards of the same step. A selection wi
 twice. So only the new part may be exchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """DDP's first backwards after a checkpoint: the buckets are those that it was saved with, not yet DDP's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The grid is looked at before anything is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +60,7 @@ def agreed(error: CollectiveError | None, finite: bool, inside: Communicator) ->
 
 
 def _complaint(shards: Sequence[Shard], places: Sequence[Place]) -> str:
-    """What this rank sees that makes no grid, else ""."""
+    """Reason why the places that this rank sees make no grid, else ""."""
     node = _ranks(shards[0])
     for shard in shards:
         if (other := _ranks(shard)) != node:

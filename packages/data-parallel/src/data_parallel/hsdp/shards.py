@@ -1,7 +1,5 @@
 """FSDP2's shards, as the exchange sees them: one flat gradient for each group of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

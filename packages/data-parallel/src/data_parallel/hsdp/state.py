@@ -1,7 +1,5 @@
 """Hybrid sharding with a sparse exchange: `state = sparse_hsdp(model, mesh["between"], density=0.01)`."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

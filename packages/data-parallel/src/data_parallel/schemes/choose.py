@@ -1,7 +1,5 @@
 """Scheme for a user's settings: a sparse allreduce, a dense sum, or a `DenseCompressor`, by name or your own."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Dense exchanges: of gradients as they are, without residuals, and by a `DenseCompressor`, with them."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial

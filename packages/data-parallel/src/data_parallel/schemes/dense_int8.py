@@ -3,8 +3,6 @@
 DoubleSqueeze (Tang et al., ICML 2019), block by block: `communicators.schedules`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Sums are by halving, of elementwise products, which IEEE 754 rounds alike everyw
 in an order that depends on the processor and its threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

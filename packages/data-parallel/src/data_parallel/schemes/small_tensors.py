@@ -4,8 +4,6 @@ A bias competes for the k of a model with matrices a hundred times its size, and
 of it costs next to nothing in a large model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

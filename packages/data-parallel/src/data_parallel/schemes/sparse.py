@@ -1,7 +1,5 @@
 """The sparse exchange: selections are summed; what is not sent, or is dropped on the way, waits in the residuals."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

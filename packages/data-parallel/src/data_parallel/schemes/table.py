@@ -3,8 +3,6 @@
 A new one is its own file and one line here; one of your own stands wherever a name does.
 """
 
-from __future__ import annotations
-
 from sparse_collectives import ALGORITHMS
 
 from data_parallel.schemes.dense import DenseCompressor

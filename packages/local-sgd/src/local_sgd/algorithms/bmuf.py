@@ -1,7 +1,5 @@
 """Blockwise model-update filtering (Chen & Huo, ICASSP 2016)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Unpack

@@ -1,7 +1,5 @@
 """CoCoD-SGD, computation and communication decoupled (Shen et al., IJCAI 2019)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Unpack
 

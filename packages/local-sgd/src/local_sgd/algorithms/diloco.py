@@ -1,7 +1,5 @@
 """DiLoCo, distributed low-communication training (Douillard et al., 2023)."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 from torch.optim import Optimizer

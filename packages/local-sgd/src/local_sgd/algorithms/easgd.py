@@ -1,7 +1,5 @@
 """Elastic averaging SGD (Zhang, Choromanska & LeCun, NeurIPS 2015)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

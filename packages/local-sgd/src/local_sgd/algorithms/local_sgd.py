@@ -1,7 +1,5 @@
 """Local SGD (Stich, ICLR 2019; Zhang et al., 2016)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Unpack
 

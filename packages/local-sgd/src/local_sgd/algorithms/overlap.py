@@ -1,7 +1,5 @@
 """Overlap-Local-SGD (Wang, Liang & Joshi, ICASSP 2020)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Unpack
 

@@ -1,7 +1,5 @@
 """SlowMo, slow momentum (Wang, Tantia, Ballas & Rabbat, ICLR 2020)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Unpack
 

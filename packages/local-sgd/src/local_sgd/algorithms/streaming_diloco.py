@@ -1,7 +1,5 @@
 """Streaming DiLoCo, with overlapping communication (Douillard et al., 2025)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack

@@ -1,7 +1,5 @@
 """Headers and signals that ranks tell each other, and actions that the protocol asks for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias

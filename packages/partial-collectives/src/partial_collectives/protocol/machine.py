@@ -1,7 +1,5 @@
 """One rank's part of the protocol of partial rounds (after Eager-SGD, Li et al., PPoPP 2020)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules that all ranks of a partial allreduce share: when a round begins, and how long a rank may stay away."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection
 from dataclasses import dataclass

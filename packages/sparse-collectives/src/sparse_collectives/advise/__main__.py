@@ -12,8 +12,6 @@ FACTORY() returns (model, loss): a torch.nn.Module, and a function without argum
 yours and returns the loss. It is called with the device as torch's default, so what it makes is already there.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

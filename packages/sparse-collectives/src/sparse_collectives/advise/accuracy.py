@@ -3,8 +3,6 @@
 `accuracy.json` is written by that command (`--accuracy FILE`), never by hand.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from functools import cache

@@ -1,7 +1,5 @@
 """Costs measured on the ranks that the command was started with: the user's model, selecting, merging and the link."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

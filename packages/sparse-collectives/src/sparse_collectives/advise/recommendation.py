@@ -1,7 +1,5 @@
 """Recommendation in one plain sentence, and the rule that it follows."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from sparse_collectives.advise.accuracy import FEW, MOST_BEHIND, in_words

@@ -1,7 +1,5 @@
 """The advice as text, as JSON and as a picture."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The training that is asked about, and the time of its steps with every exchange."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The dense sum as a sparse allreduce: the baseline, and what the others become at density 1."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """All ranks' entries on all ranks, by few rounds even where one rank holds most of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 

@@ -1,7 +1,5 @@
 """gTop-k: the k largest entries of the sum, by pairwise merges."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

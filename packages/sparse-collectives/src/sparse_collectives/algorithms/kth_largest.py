@@ -1,7 +1,5 @@
 """The k-th largest of numbers that are spread over ranks: samples enclose it, and what lies between is gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from math import isqrt

@@ -1,7 +1,5 @@
 """Ok-Topk: regions of about equally many entries, and thresholds that several calls may share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

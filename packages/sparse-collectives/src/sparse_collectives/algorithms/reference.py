@@ -1,7 +1,5 @@
 """Building blocks of the algorithms' references: plain NumPy, no messages. For tests, and to read first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

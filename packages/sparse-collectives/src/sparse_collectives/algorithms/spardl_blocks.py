@@ -1,7 +1,5 @@
 """SparDL's blocks on one rank: those that it still holds, and what it has cut of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 

@@ -1,7 +1,5 @@
 """The sparse allreduces by name, and one of them with a user's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Top-k with an allgather (Top-kA): everybody's entries to everybody, then one exact sum."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

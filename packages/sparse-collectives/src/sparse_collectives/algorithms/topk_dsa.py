@@ -1,7 +1,5 @@
 """Top-k, dynamic sparse allreduce (Top-kDSA): every block is summed at its owner, then gathered; exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

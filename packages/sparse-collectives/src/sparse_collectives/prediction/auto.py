@@ -1,7 +1,5 @@
 """algorithm="auto": measure the ranks once, predict every algorithm, take the fastest, the same one on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Times are by the communicator's clock, so in a simulated world the link costs wh
 Collective; every rank returns the slowest one's.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Collection, Generator
 from typing import Any

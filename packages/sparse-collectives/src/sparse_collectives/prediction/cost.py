@@ -6,8 +6,6 @@ Bytes, messages and rounds are the algorithms' own expressions (`Algorithm.sent`
 the tests hold against what a simulated world counts. Pure functions; seconds and bytes throughout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
