@@ -268,7 +268,7 @@ class Ledger(Training):
     """Adds all ranks' vectors into a ledger, in two exchanges of one atomic whole a step."""
 
     def __repr__(self) -> str:
-        return "None"
+        return "Ledger()"
 
     def train(self, comm: Communicator, world: Elastic, life: Life) -> None:
         if world.joining:
