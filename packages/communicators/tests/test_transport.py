@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from communicators import (
     CollectiveError,
     Payload,
@@ -23,7 +24,7 @@ from communicators.background import control, sends, transport_communicator
 from communicators.background.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
 from communicators.background.transport import PeerLost, Transport
 from communicators.background.transport_communicator import drive
-from communicators.worlds.gloo import Waiters
+from communicators.worlds.gloo import GlooGroup, Waiters
 from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
 
 
@@ -366,39 +367,24 @@ def test_a_work_that_is_over_is_let_go_before_its_waiter_is_idle():
     waiters.close(timeout=5.0)
     assert wait.done
     assert alive() is None
-    wait.give_up()
     assert not any(thread.is_alive() for thread in waiters._threads)
 
 
-class Receive:
-    """A receive of gloo: who waits takes the message, of two the first one; a wait that is in vain closes the pair."""
+def test_a_group_that_ends_while_messages_come_leaves_no_thread():
+    for number in range(60):
+        store = dist.HashStore()
+        with ThreadPoolExecutor(2) as pool:
+            groups = list(pool.map(lambda rank, store=store: GlooGroup(store, rank, 2), range(2)))
+            for rank, group in enumerate(groups):
+                group.post("recv", torch.empty(8), 1 - rank, 5)
 
-    def __init__(self):
-        self.news, self.messages, self.waiting, self.closed = threading.Condition(), 0, 0, False
+            def end(rank, groups=groups, number=number):
+                groups[rank].post("send", torch.empty(8), 1 - rank, 5)
+                time.sleep(rank * number * 2e-5)
+                groups[rank].end(timeout=5.0)
 
-    def wait(self, timeout):
-        with self.news:
-            if self.waiting:  # the message comes when a second one waits, and wakes that one
-                self.messages += 1
-            self.waiting += 1
-            self.news.notify_all()
-            if not self.messages and not self.news.wait_for(lambda: self.closed, timeout.total_seconds()):
-                self.closed = True
-                self.news.notify_all()
-            if self.closed:
-                raise RuntimeError("timed out")
-            self.messages -= 1
-            self.waiting = 0
-
-
-def test_a_wait_that_is_given_up_ends_its_thread_also_where_it_takes_the_message():
-    waiters, work = Waiters(), Receive()
-    wait = waiters.wait_for(work)
-    with work.news:
-        assert work.news.wait_for(lambda: work.waiting, 5.0)
-    wait.give_up()
-    waiters.close(timeout=5.0)
-    assert not any(thread.is_alive() for thread in waiters._threads)
+            list(pool.map(end, range(2)))
+        assert not any(thread.is_alive() for group in groups for thread in group.waiters._threads)
 
 
 def test_a_forked_child_does_not_depart(monkeypatch):

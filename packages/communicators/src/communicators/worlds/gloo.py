@@ -11,7 +11,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,7 +46,7 @@ CLOSE_SECONDS = 1.0
 LOST_SECONDS = 1.0
 """Longest time after a failure of gloo's own sum to find out whose connection was lost."""
 CONTROL_TAG = 1 << TAG_BITS
-SIGNAL_TAG = CONTROL_TAG + 1
+SIGNAL_TAG, END_TAG = CONTROL_TAG + 1, CONTROL_TAG + 2
 
 
 class GlooTransport(Transport):
@@ -64,10 +65,8 @@ class GlooTransport(Transport):
         self.rendezvous = rendezvous.met(patience)
         self._data = GlooGroup(self.rendezvous.shared, self.rank, self.size)
         self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
-        self._abandoned: list[Wait] = []
         self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
-        ending = (self._data, self._control, self._abandoned)
-        self._end = weakref.finalize(self, _end, *ending, timeout=1.0)  # without close(): of a destroyed group
+        self._end = weakref.finalize(self, self._data.end, timeout=1.0)  # without close(): of a destroyed group
         self._end.atexit = False
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
@@ -95,7 +94,7 @@ class GlooTransport(Transport):
     def post_sum(self, tensor: Tensor) -> Pending:
         """Posts gloo's own sum, which aborts the process if ranks' sizes differ: they have agreed on them here."""
         wait = self._data.sum(tensor)
-        return PendingSum(self, lambda: self._summed(wait), lambda: self.abandon([wait]))
+        return PendingSum(self, lambda: self._summed(wait), lambda: None)
 
     def _summed(self, wait: Wait) -> bool:
         """Whether a sum is over. Raises PeerLost; gloo does not say which rank it was, so that is found out."""
@@ -128,15 +127,11 @@ class GlooTransport(Transport):
         self._control.flush(CLOSE_SECONDS)
         self._end()
 
-    def abandon(self, waits: Sequence[Wait]) -> None:
-        """Keeps waits that nobody asks for any more. Giving them up would end connections of control messages."""
-        self._abandoned += [wait for wait in waits if not wait.done]
-
     def signal_line(self) -> Mailbox:
         return self._mailbox(SIGNAL_TAG, SIGNAL_BYTES)
 
     def _mailbox(self, tag: int, nbytes: int) -> Mailbox:
-        return Mailbox(self._data, self.rank, self.size, self._abandoned, tag=tag, nbytes=nbytes)
+        return Mailbox(self._data, self.rank, self.size, tag=tag, nbytes=nbytes)
 
 
 @dataclass(eq=False)
@@ -166,16 +161,7 @@ class _PendingRound(Pending):
         return sorted({peer for peer, wait in waits if not wait.done or wait.error is not None})
 
     def cancel(self) -> None:
-        self.transport.abandon([*self.receives.values(), *(wait for _, wait in self.sends)])
-
-
-def _end(data: GlooGroup, control: Mailbox, abandoned: list[Wait], timeout: float) -> None:
-    """Lets the threads go, then the group: a thread that still waits when the interpreter ends would abort it."""
-    control.close()
-    for wait in abandoned:
-        wait.give_up()
-    data.waiters.close(timeout)
-    data.close()
+        """Leaves them to the group's end: to give one up would end connections of control messages."""
 
 
 @dataclass(eq=False)
@@ -190,15 +176,6 @@ class Wait:
     error: BaseException | None = None
     keeps: Any = None
     ended = math.inf
-
-    def give_up(self) -> None:
-        """Ends a wait that goes on in another thread, by closing its connection."""
-        if (work := self.work) is not None:
-            try:
-                work.wait(GIVE_UP)
-                work.wait(GIVE_UP)  # the first one may have taken the message, for which the other thread waits then
-            except Exception as error:
-                self.error = error.with_traceback(None)
 
 
 class Waiters:
@@ -261,6 +238,7 @@ class GlooGroup:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._made: Any = ProcessGroupGloo(store, rank, size, WAIT)
+        self._others = [peer for peer in range(size) if peer != rank]
         self.waiters = Waiters()
 
     def post(self, what: str, memory: Tensor, peer: int, tag: int) -> Wait:
@@ -281,20 +259,28 @@ class GlooGroup:
             raise RuntimeError("this communicator is closed")
         return self.waiters.wait_for(made.allreduce([tensor], AllreduceOptions()), keeps=made)
 
-    def close(self) -> None:
-        """Lets go of torch's group, and of its threads and connections once no sum is under way."""
-        self._made = None
+    def end(self, timeout: float) -> None:
+        """Ends what is in flight, then the threads, then the group: a thread that waits at exit aborts the process.
+
+        A wait that is in vain closes all connections, and so ends all others. It is one for a message that nobody
+        sends: who waits for another's message may take it, and that one waits for ever.
+        """
+        made, self._made = self._made, None
+        for peer in self._others:
+            with suppress(RuntimeError):  # for each of them, as one whose peer is gone closes no other
+                made.recv([torch.empty(1, dtype=torch.uint8)], peer, END_TAG).wait(GIVE_UP)
+        self.waiters.close(timeout)
 
 
 class Mailbox(SignalLine):
     """Short messages of one rank. Each receive has a waiter's thread; gloo's receive from anybody could not be ended.
 
     tag: of all messages. nbytes: the most that one holds. A message is on its way until its receiver has posted room
-    for it. abandoned: takes what is in flight at the end, because ending it closes connections.
+    for it.
     """
 
-    def __init__(self, data: GlooGroup, rank: int, size: int, abandoned: list[Wait], *, tag: int, nbytes: int) -> None:
-        self._data, self._abandoned, self._tag, self._nbytes = data, abandoned, tag, nbytes
+    def __init__(self, data: GlooGroup, rank: int, size: int, *, tag: int, nbytes: int) -> None:
+        self._data, self._tag, self._nbytes = data, tag, nbytes
         self._written: list[Wait] = []
         self._sending: dict[int, Wait] = {}  # the last message to each peer
         self._coming = {peer: self._post(peer) for peer in range(size) if peer != rank}
@@ -330,8 +316,7 @@ class Mailbox(SignalLine):
             time.sleep(FLUSH_POLL_SECONDS)
 
     def close(self) -> None:
-        waits = (*(wait for _, wait in self._coming.values()), *self._written)
-        self._abandoned += [wait for wait in waits if not wait.done]
+        """Leaves what is in flight to the group's end, which closes connections."""
 
     def _post(self, peer: int) -> tuple[Tensor, Wait]:
         room = torch.zeros(LENGTH_BYTES + self._nbytes, dtype=torch.uint8)
