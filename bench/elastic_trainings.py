@@ -88,7 +88,7 @@ class ByOptimizer(Training):
         notes = life.notes = {"held": [], "used": [], "bits": {}, "final": None}
         exchanges = _exchanges(optimizer)
         for samples in world.deal(range(SAMPLES), batch_size=BATCH, epochs=EPOCHS, collate_fn=list):
-            life.begin_step(comm, world, amid=bool(notes["held"]))
+            life.begin_step(comm, world, amid=bool(notes["held"]) or not kind.alike)
             notes["held"] += samples
             began = world.clock()
             _take_step(model, optimizer, samples, life.step)

@@ -13,6 +13,7 @@ ONCE_BROKEN = {
     "oktopk": [6],
     "local-sgd int8": [5],  # an exchange that is begun again says something else than one that is begun then
     "diloco": [16],
+    "cocod": [100, 173],  # newcomers in finish(); ranks of which some wait for others to come
     "easgd": [11],  # α of unlike numbers of ranks, and so anchors that differ
     "eager": [25, 32],  # a dark link, for which nobody was left out; ranks that have gone on without each other
 }

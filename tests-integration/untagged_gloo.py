@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from communicators.background.transport_communicator import TransportCommunicator
-from communicators.worlds.gloo import WAIT, Waiters
+from communicators.worlds.gloo import GIVE_UP, WAIT, Waiters
 from communicators.worlds.meeting import Rendezvous, store_of
 from communicators.worlds.nccl import UntaggedTransport
 from torch._C._distributed_c10d import ProcessGroupGloo
@@ -48,8 +50,9 @@ class UntaggedGloo:
         return _Sum(self.wait_for([self.group.allreduce([host])]), {tensor: host})
 
     def abort(self):
-        for wait in self.waits:
-            wait.give_up()
+        for work in [wait.work for wait in self.waits if wait.work is not None]:
+            with suppress(RuntimeError):  # in vain: that closes the connection
+                work.wait(GIVE_UP)
 
     def close(self):
         self.waiters.close(timeout=1.0)
@@ -71,10 +74,7 @@ class UntaggedGloo:
 class _Never:
     """What NCCL would wait for without end."""
 
-    done, error = False, None
-
-    def give_up(self):
-        pass
+    done, error, work = False, None, None
 
 
 class _Sum:

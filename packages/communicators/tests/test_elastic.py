@@ -292,6 +292,23 @@ def test_samples_are_dealt_once_where_a_generation_does_not_come_together(second
     assert sorted(taken) == list(range(400))
 
 
+def test_a_newcomer_that_dies_while_it_connects_costs_one_time_out():
+    took = []
+
+    def body(comm):
+        comm.elapse(0.5 if comm.rank == 2 else 0.0)
+        world = Elastic(comm, start_with=2, timeout=5.0)
+        for _ in range(100):
+            comm.elapse(0.01)
+            began = world.clock()
+            world.atomic(lambda: allreduce(torch.ones(1), world))
+            world.boundary(dict)
+            took.append(world.clock() - began)
+
+    SimulatedWorld(3, faults=[LinkLost(2, 0, at=0.4, seconds=60.0), Dies(2, at=1.5)]).run(body)
+    assert 5.0 <= max(took) < 6.0
+
+
 def test_a_record_gives_way_only_to_who_knows_the_newest():
     """Of ranks that replace one record at once, one does, and all are told who."""
 

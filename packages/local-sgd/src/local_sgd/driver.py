@@ -87,6 +87,7 @@ class Driver:
         self.by_fragment, self._asked = delay is not None, fragments
         self._turn = self._launched = 0  # the next fragment; how many were launched in this block
         self._at_mean = True  # whether the last exchange left every rank at the mean
+        self.before: list[Tensor] = []  # last means, at this rank's end
         self._opens = False  # whether ranks may come and go after this step
 
     def facts(self) -> dict[str, Any]:
@@ -162,19 +163,20 @@ class Driver:
                 self._take(fragment, fragment.averaging.arrived())
                 if self._opens and most is None:
                     self.owner.let_in(at_once=True)
-        ended, arrived, before = 0, Arrived([], 0.0, 0), list[Tensor]()
+        ended, arrived = 0, Arrived([], 0.0, 0)
         while ended < len(self.fragments):
-            before = arrived.means or before
             arrived = self._exchange(finished=True)
+            self.before = arrived.means or self.before
             self._end_block()
             ended, left = 0 if arrived.unfinished else ended + 1, left - 1
             if arrived.unfinished and left < 1:
                 self.refuse_undrained(arrived.unfinished)
             if arrived.unfinished and most is None:  # as ranks do that go on
                 self.owner.let_in(at_once=True)
-        models = self._final(arrived.means, before) if self.rule.mean_is_model else self.anchors()
+        models = self._final(arrived.means) if self.rule.mean_is_model else self.anchors()
         self.put(self.parts, models)
         self.all_hold(models)
+        self.before = []
         self.buffers.at_end()
 
     def models(self, comm: Communicator) -> list[Tensor]:
@@ -276,6 +278,8 @@ class Driver:
         for fragment, ranks in zip(self.fragments, state["ranks"], strict=True):
             fragment.done, fragment.weight, fragment.ranks, fragment.averaging.ranks = 0, 0.0, ranks, ranks
             fragment.rule.fit(ranks)
+        if state["before"]:
+            self.before = [part.flat_of(state["before"]) for part in self.parts]
 
     def all_hold(self, models: list[Tensor]) -> None:
         """Notes that all ranks hold these models; where the rule overlaps, an exchange without means is under way."""
@@ -398,14 +402,14 @@ class Driver:
         for part in parts:
             part.rate = float(rates[part.group])
 
-    def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+    def _final(self, last: list[Tensor]) -> list[Tensor]:
         """Model at the end: the last mean or, where the last exchange had none, the one before: no rank has moved.
 
         Weighted ranks may have moved by steps of weight 0, and some rules leave ranks beside the mean; then all are
         averaged once more.
         """
         moved = self._weighted or not (self._at_mean or self.rule.overlaps)
-        return last or (self.models(self.comm) if moved else before or [part.gather() for part in self.parts])
+        return last or (self.models(self.comm) if moved else self.before or [part.gather() for part in self.parts])
 
 
 def _moved(rule: Rule, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:

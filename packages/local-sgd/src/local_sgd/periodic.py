@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from local_sgd.driver import Block, Driver
-from local_sgd.parts import digest
+from local_sgd.parts import by_name, digest
 from local_sgd.rule import Rule, check_rule
 from local_sgd.settings import Every, Settings, check_settings, number
 
@@ -287,7 +287,9 @@ class PeriodicAveraging(Wrapping):
 
     def shared_state(self) -> dict[str, Any]:
         ranks = [fragment.ranks for fragment in self._driver.fragments]
-        own = {**self._driver.state_dict(waits=False), "agreed": self._driver.agreed, "ranks": ranks}
+        before = by_name(self._driver.parts, self._driver.before) if self._driver.before else {}
+        told = {"agreed": self._driver.agreed, "ranks": ranks, "before": before}
+        own = {**self._driver.state_dict(waits=False), **told}
         return {name: held for name, held in own.items() if name != "residuals"}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:

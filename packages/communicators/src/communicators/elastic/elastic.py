@@ -110,7 +110,8 @@ class Elastic(Membership):
                     return held[0]
                 if seal is None:
                     undo()
-                members, failures = self.members, failures + 1 if self.members == members else 0
+                again = self.members == members and self.size >= self._at_least  # of fewer, some wait for others
+                members, failures = self.members, failures + 1 if again else 0
                 if failures == MOST_FAILURES:
                     self._tell_end()
                     raise CollectiveError(

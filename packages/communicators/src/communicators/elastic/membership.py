@@ -407,7 +407,8 @@ class Membership(Communicator):
         """Ends the announcements for a generation, if nobody is left to wait for; returns whether it tried."""
         old = self._record
         goes_on = connected({name: said.unreached or () for name, said in here.items() if not said.out})
-        late = [name for name in old.members if name not in here and name not in self._gone()]
+        gone = self._gone() | (set(old.joined) if self._failed else set())  # a newcomer leaves what has failed
+        late = [name for name in old.members if name not in here and name not in gone]
         if (late and self.clock() < until) or not self._probed(number, here, until):
             return False
         joined = [name for said in here.values() for name in said.waiting] if admits else []
