@@ -202,6 +202,26 @@ def test_a_newcomer_agrees_with_all_at_every_boundary(kind, inner):
 
 
 @all_kinds
+def test_a_newcomer_that_gets_its_state_from_one_who_has_ended_trains_on(kind):
+    """Three ranks, of which one has more steps than the others; who comes meanwhile has most, and ends last."""
+
+    def body(comm):
+        comm.elapse(comm.rank * 1e-9 if comm.rank < RANKS - 1 else 17 * SECONDS)
+        world = Elastic(comm, start_with=RANKS - 1)
+        model, optimizer = new(kind, world)
+        for step in range(EVERY * {0: 8, RANKS - 1: 10}.get(comm.rank, 2)):
+            comm.elapse(SECONDS)
+            take_step(kind, model, optimizer, comm.rank, step)
+        optimizer.finish()
+        return model.state_dict(), world.size
+
+    ranks = SimulatedWorld(RANKS).run(body)
+    assert {size for _, size in ranks} == {RANKS}
+    parameters = [{name: held for name, held in state.items() if name != "mean"} for state, _ in ranks]
+    assert all(same(one, parameters[0]) for one in parameters)
+
+
+@all_kinds
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(dying=st.integers(0, RANKS - 1), late=st.floats(0, 2e-3), generation=st.integers(0, 2))
 def test_a_donor_or_newcomer_may_die_amid_joining(kind, dying, late, generation):

@@ -140,6 +140,7 @@ class Driver:
     def count(self, weight: float) -> None:
         """Counts a step, applies the means that are due, and exchanges what comes next."""
         self.block.count(weight)
+        self.before = []
         for fragment in self.fragments:
             fragment.done, fragment.weight = fragment.done + 1, fragment.weight + weight
         for fragment in self._under_way():
@@ -166,7 +167,8 @@ class Driver:
         ended, arrived = 0, Arrived([], 0.0, 0)
         while ended < len(self.fragments):
             arrived = self._exchange(finished=True)
-            self.before = arrived.means or self.before
+            if self.rule.mean_is_model:
+                self.before = arrived.means or self.before
             self._end_block()
             ended, left = 0 if arrived.unfinished else ended + 1, left - 1
             if arrived.unfinished and left < 1:

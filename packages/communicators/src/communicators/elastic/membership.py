@@ -76,7 +76,7 @@ class Membership(Communicator):
         self._given: Mapping[str, Any] | None = None  # state that a survivor gave to this newcomer
         self._failures = 0  # attempts of this newcomer to take a state
         self.leaving = self._over = self._joining = self._tells_end = self._failed = False
-        self._thread = 0  # of the last commit
+        self._thread = 0  # of the last commit, or of who began to draw since
         self._words = [0]  # of all ranks, in the last commit
         self._dealer = Dealer()
         self._first_size = 0
