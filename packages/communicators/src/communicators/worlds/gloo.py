@@ -81,7 +81,7 @@ class GlooTransport(Transport):
             staged = payload.to_host()
             call.stamp(staged)
             sends.append((peer, self._data.post("send", staged.memory, peer, call.tag(peer, call.sent))))
-        return _PendingRound(self, call, device, buffers, receives, sends)
+        return _PendingRound(call, device, buffers, receives, sends)
 
     def duplicate(self, patience: float) -> Transport:
         return self._another(GlooTransport, patience)
@@ -136,7 +136,6 @@ class GlooTransport(Transport):
 
 @dataclass(eq=False)
 class _PendingRound(Pending):
-    transport: GlooTransport
     call: Call
     device: torch.device
     buffers: dict[int, Payload]
