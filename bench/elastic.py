@@ -52,7 +52,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ranks", type=int, default=8, help="default 8")
     parser.add_argument("--minutes", type=float, help="default 2, with --full 30")
     parser.add_argument("--every", type=float, help="seconds between faults; default 20, with --full 116")
-    parser.add_argument("--timeout", type=float, default=2.0, help="seconds, default 2")
+    parser.add_argument("--timeout", type=float, default=1.0, help="seconds, default 1")
     parser.add_argument("--optimizer", choices=WAYS, default="gradients", help="default gradients")
     parser.add_argument("--torchft", metavar="PYTHON", help="a Python that has torchft, to run beside")
     parser.add_argument("--schedules", type=int, help="default 200, with --full 10,000")

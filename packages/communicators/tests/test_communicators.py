@@ -7,7 +7,18 @@ import sys
 
 import pytest
 import torch
-from communicators import Link, Round, SimulatedWorld, allreduce, as_communicator, barrier, measure_link, run, start
+from communicators import (
+    SLOT_BYTES,
+    Link,
+    Round,
+    SimulatedWorld,
+    allreduce,
+    as_communicator,
+    barrier,
+    measure_link,
+    run,
+    start,
+)
 from communicators.schedules.dense import ring_allreduce
 from communicators.worlds.alone import Alone
 
@@ -75,6 +86,21 @@ def test_measured_link_is_the_link(size):
         assert measured.alpha == pytest.approx(link.alpha)
         assert measured.beta == pytest.approx(link.beta)
     assert SimulatedWorld(1, link).run(measure_link) == [Link(0.0, 0.0)]
+
+
+def test_a_message_grows_until_its_bytes_are_seen():
+    """Others on the machine, or a high latency, may take longer than 1 MiB."""
+    sizes = []
+
+    def seconds(nbytes):
+        sizes.append(nbytes + SLOT_BYTES)
+        return 2e-3 if nbytes < 1 << 20 else 1e-9 * nbytes
+
+    [measured, *_] = SimulatedWorld(2).run(lambda comm: measure_link(comm, seconds=seconds))
+    assert measured.beta == pytest.approx((4.2e-3 - 2e-3) / (1 << 22), rel=0.01)
+    assert set(sizes) == {SLOT_BYTES, 1 << 20, 1 << 22}
+    unlimited = SimulatedWorld(3).run(lambda comm: measure_link(comm, seconds=lambda nbytes: 1e-3))
+    assert unlimited == [Link(1e-3, 0.0)] * 3
 
 
 def test_measure_link_checks_its_arguments():

@@ -1,6 +1,7 @@
 """The α-β model of a link: a message of b bytes takes α + β·b seconds (Hockney 1994); and its measurement."""
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,27 +34,34 @@ class Link:
         return messages * self.alpha + self.beta * nbytes
 
 
-def measure_link(comm: Any, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
+def measure_link(
+    comm: Any, *, nbytes: int = 1 << 20, repeats: int = 7, seconds: Callable[[int], float] | None = None
+) -> Link:
     """α (seconds per message) and β (seconds per byte) of the slowest pair, the same on every rank.
 
-    Neighbours 2i and 2i + 1 play ping-pong, all pairs at once, with the smallest message and with a large one.
+    Neighbours 2i and 2i + 1 play ping-pong, all pairs at once, with the smallest message and with a large one, which
+    grows up to 16 nbytes until it takes twice as long: latency, or others on the machine, would hide β.
     Collective. One rank alone has a link that costs nothing.
 
     Args:
         comm: See `as_communicator`; all ranks call.
         nbytes: Size of the large message on the wire.
         repeats: Number of measurements of which the median is taken.
+        seconds: Measures a message with a body of so many bytes in another way than ping-pong; all ranks call it.
     """
     if nbytes < 2 * SLOT_BYTES or repeats < 1:
         raise ValueError(f"expected nbytes >= {2 * SLOT_BYTES} and repeats >= 1, got {nbytes} and {repeats}")
     comm = as_communicator(comm)
     if comm.size == 1:
         return Link(0.0, 0.0)
-    small, large = (_one_way_seconds(comm, size, repeats) for size in (0, nbytes - SLOT_BYTES))
-    beta = max(0.0, (large - small) / (nbytes - SLOT_BYTES))
-    alpha = max(0.0, small - beta * SLOT_BYTES)
-    measured = torch.stack(allgather(torch.tensor([alpha, beta], dtype=torch.float64), comm))
-    return Link(*measured.max(dim=0).values.tolist())
+    measure, most = seconds or (lambda body: _one_way_seconds(comm, body, repeats)), 16 * nbytes
+    while True:
+        times = torch.tensor([measure(0), measure(nbytes - SLOT_BYTES)], dtype=torch.float64, device=comm.device)
+        small, large = torch.stack(allgather(times, comm)).max(dim=0).values.tolist()
+        if large >= 2 * small or nbytes >= most:
+            beta = max(0.0, (large - small) / (nbytes - SLOT_BYTES))
+            return Link(max(0.0, small - beta * SLOT_BYTES), beta)
+        nbytes *= 4
 
 
 def _one_way_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import torch
-from communicators import SLOT_BYTES, Communicator, Link, Payload, Round, Schedule, allgather, barrier, run, schedules
+from communicators import Communicator, Link, Payload, Round, Schedule, allgather, barrier, measure_link, run, schedules
 from sparse_compress import ErrorFeedback, Largest, SparseVector, TopK
 from torch import Tensor
 
@@ -20,7 +20,6 @@ MOST_ELEMENTS = 1 << 22
 """Selecting is measured on at most so many elements: beyond any cache, and the cost of an element is the same."""
 MOST_MERGED = 1 << 17
 """Merging is measured on at most so many entries of a rank: the cost of an entry is the same."""
-LONG_BYTES = 1 << 20
 SHORT_ROUNDS = 16
 REPEATS = 5
 
@@ -31,12 +30,7 @@ def measure_traffic(comm: Communicator) -> Link:
     Each repeat is ⌈log P⌉ rounds in which rank r sends to r + 1, r + 2, r + 4, … (mod P). Where it is slower than
     `measure_link`, whose pairs play ping-pong, ranks share what carries them: a switch, a card, the cores.
     """
-    if comm.size == 1:
-        return Link(0.0, 0.0)
-    small, large = (_round_seconds(comm, nbytes) for nbytes in (0, LONG_BYTES - SLOT_BYTES))
-    beta = max(0.0, (large - small) / (LONG_BYTES - SLOT_BYTES))
-    alpha, beta = slowest([max(0.0, small - beta * SLOT_BYTES), beta], comm)
-    return Link(alpha, beta)
+    return measure_link(comm, seconds=lambda nbytes: _round_seconds(comm, nbytes))
 
 
 def measure_handling(
