@@ -5,6 +5,7 @@
 It runs under any Python that has the packages of its way; torchft's has no other.
 """
 
+import importlib
 import json
 import os
 import socket
@@ -65,7 +66,9 @@ def _digest(model: Any) -> int:
 def _thinwire(asked: dict[str, Any], journal: Journal) -> None:
     from communicators import CollectiveError, Elastic, LeftOutError
 
-    way = WAYS[asked["way"]]
+    package, way = WAYS[asked["way"]]
+    importlib.import_module(package)
+    journal.began = time.time()
     told = CollectiveError if way is _eager else LeftOutError  # it may have been taken for dead amid the rounds
     while True:
         model = torch.nn.Linear(MODELS, MODELS)
@@ -130,7 +133,11 @@ def _eager(model: Any, world: Any) -> Iterator[Step]:
         yield step
 
 
-WAYS = {"gradients": _gradients, "diloco": _diloco, "eager": _eager}
+WAYS = {
+    "gradients": ("data_parallel", _gradients),
+    "diloco": ("local_sgd", _diloco),
+    "eager": ("partial_collectives", _eager),
+}
 
 
 def _torchft(asked: dict[str, Any], journal: Journal) -> None:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 POLL_SECONDS = 0.005
 LOOK_SECONDS = 0.5
 """Longest interval between two looks at the board by ranks that wait for each other."""
-WINDOW_SECONDS = 0.5
+WINDOW_SECONDS = 0.4
 """Longest wait for a rank beyond the time-out, because ranks do not learn of a loss at one moment."""
 LAST_CALL_SECONDS = 10.0
 """Wait of the first generation for ranks that were to come, but have not."""
