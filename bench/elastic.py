@@ -9,11 +9,11 @@ stopped (SIGSTOP), or its link goes dark: for longer than the time-out, so that 
 
 goodput: steps that count, of those that P ranks would have taken in the time, at their pace when nothing happens: in
 the second half of the time between two faults, as far as all are there; by the kind of the last fault. What a block
-lost has not counted. back: longest time in which a rank that lives through a
-fault does not compute, until others come. joined: from the end of its imports, or the word that it is out, to a rank's first
-step (torchft: its first commit, until which it has nobody's state). again: from the end of the fault, or the start of
-the process, to the first boundary that keeps steps of that place. Processes that end by themselves are started anew.
-Parameters must be the same in all bits on all ranks after every boundary.
+lost has not counted. back: longest time in which a rank that lives through a fault does not compute, until others come.
+joined: from the end of its imports, or the word that it is out, to a rank's first step (torchft: its first commit,
+until which it has nobody's state). again: from the end of the fault, or the start of the process, to the first boundary
+that keeps steps of that place. Processes that end by themselves are started anew. Parameters must be the same in all
+bits on all ranks after every boundary.
 
 --torchft: a Python that has torchft 0.2.0, whose DiLoCo trains beside ours, in the same namespaces, with the same
 faults at the same times. Before: `check_elastic_laws` on drawn schedules in the simulated world, and on a fiftieth as
