@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from communicators import Communicator
 from data_parallel import DistributedOptimizer, UpdateOptimizer
+from sparse_collectives import Algorithm
 from sparse_collectives.advise.accuracy import warm_up
 from sparse_compress import DGCTopK, WarmUp
 from torch import nn
 from torch.optim import Optimizer
+
+from bench.convergence.largest_of_the_sum import LargestOfTheSum
 
 MOMENTUM = 0.9
 BETA1, BETA1_WAITING = 0.9, 0.5  # AdamW's own default, and where updates wait
@@ -72,7 +75,7 @@ def _clip(run: Run) -> dict[str, Any]:
     return {"clip_norm": run.clip} if run.clip else {}
 
 
-def fitting(run: Run, algorithm: str = "gtopk", **more: Any) -> dict[str, Any]:
+def fitting(run: Run, algorithm: str | Algorithm = "gtopk", **more: Any) -> dict[str, Any]:
     """The settings that the README recommends."""
     density = warm_up(run.density, run.steps)
     updates = {"updates": True, "dense_below": TINY}
@@ -138,6 +141,7 @@ WAYS: dict[str, Way] = {
     "topk-dsa": _by("topk-dsa"),
     "oktopk": _by("oktopk"),
     "spardl": _by("spardl"),
+    "largest of the sum": Way(lambda run: fitting(run, LargestOfTheSum())),
     "dgc": Way(_dgc, optimizers=("sgd",)),
     "torch DDP": _peer("torch", selects=False),
     "torch bf16 hook": _peer("torch", selects=False),
