@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ def asked(parser: argparse.ArgumentParser, argv: Sequence[str], **defaults: tupl
     for name, (quick, full) in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, full if options.full else quick)
-    facts: dict[str, Any] = {**machine(), "command": " ".join([parser.prog, *argv]), "commit": commit()}
+    facts: dict[str, Any] = {**machine(), "command": f"{parser.prog} {shlex.join(argv)}".strip(), "commit": commit()}
     facts["options"] = {name: _plain(value) for name, value in vars(options).items() if name != "output"}
     options.facts = facts | {"seeds": _seeds(options), BEGAN: datetime.now(UTC).isoformat(timespec="seconds")}
     options.name = parser.prog.rpartition(" ")[2]
