@@ -4,8 +4,12 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+import torch
+from communicators import SimulatedWorld, run
+from sparse_compress import topk
 
 from bench.convergence.command import main as convergence
+from bench.convergence.largest_of_the_sum import LargestOfTheSum
 from bench.convergence.training import LINKS, trained
 from bench.convergence.ways import Run
 
@@ -51,3 +55,19 @@ def test_a_training_whose_bytes_on_the_way_are_not_in_the_record_is_made_anew_an
     assert [(line["seed"], line["score"] == 1.0) for line in lines] == [(0, True), (1, True), (0, False)]
     [row] = json.loads((tmp_path / "convergence.json").read_text())["rows"]
     assert (row["seeds"], row["bytes_a_step"]) == (2, lines[-1]["bytes_a_step"])
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_largest_of_the_sum_are_those_of_all_that_ranks_have(size):
+    dense = [
+        torch.randint(-99, 99, (40,), generator=torch.Generator().manual_seed(rank)).float() for rank in range(size)
+    ]
+    everything = LargestOfTheSum().select(dense[0], 0, size, 3, None)
+    world = SimulatedWorld(size)
+    results = world.run(
+        lambda comm: run(LargestOfTheSum().call(everything(dense[comm.rank]), comm, 3), comm, facts="3")
+    )
+    whole = sum(dense)
+    for result in results:
+        assert torch.equal(result.total.to_dense(), topk(whole, 3).to_dense())
+    assert torch.equal(whole, results[0].total.to_dense() + sum(result.dropped.to_dense() for result in results))

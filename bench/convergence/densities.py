@@ -76,7 +76,7 @@ def _by_bytes(axes: Any, places: Places, number: int) -> list[float]:
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("KB a step", fontsize="small")
+    axes.set_xlabel("kB a step", fontsize="small")
     return [place / 1e3 for place in places]
 
 
@@ -96,7 +96,11 @@ def _lines(rows: Sequence[Row], drawn: dict[str, str], by: str) -> dict[Any, dic
         place = ((row["task"], row["optimizer"]), row["ranks"])
         found.setdefault(place, {}).setdefault(row["way"], {})[row[by]] = (row["behind"], *ends)
     kept = {
-        place: {way: dict(sorted(ways[way].items())) for way in drawn if len(ways.get(way, ())) > (way in DRAWN)}
+        place: {
+            way: dict(sorted(ways[way].items()))
+            for way in drawn
+            if len(ways.get(way, ())) >= (2 if way in DRAWN else 1)
+        }
         for place, ways in found.items()
     }
     return {place: ways for place, ways in kept.items() if any(way in DRAWN for way in ways)}

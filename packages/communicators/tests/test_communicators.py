@@ -99,6 +99,14 @@ def test_a_message_grows_until_its_bytes_are_seen():
     [measured, *_] = SimulatedWorld(2).run(lambda comm: measure_link(comm, seconds=seconds))
     assert measured.beta == pytest.approx((4.2e-3 - 2e-3) / (1 << 22), rel=0.01)
     assert set(sizes) == {SLOT_BYTES, 1 << 20, 1 << 22}
+    pairs = {0: (10e-3, 0.0), 2: (50e-6, 8e-9)}  # of a high latency, and of a low rate
+
+    def of_a_pair(rank):
+        alpha, beta = pairs[rank // 2 * 2]
+        return lambda nbytes: alpha + beta * nbytes
+
+    for measured in SimulatedWorld(4).run(lambda comm: measure_link(comm, seconds=of_a_pair(comm.rank))):
+        assert (measured.alpha, measured.beta) == (pytest.approx(10e-3), pytest.approx(8e-9, rel=0.01))
     unlimited = SimulatedWorld(3).run(lambda comm: measure_link(comm, seconds=lambda nbytes: 1e-3))
     assert unlimited == [Link(1e-3, 0.0)] * 3
 

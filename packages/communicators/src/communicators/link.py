@@ -40,14 +40,18 @@ def measure_link(
     """α (seconds per message) and β (seconds per byte) of the slowest pair, the same on every rank.
 
     Neighbours 2i and 2i + 1 play ping-pong, all pairs at once, with the smallest message and with a large one, which
-    grows up to 16 nbytes until it takes twice as long: latency, or others on the machine, would hide β.
-    Collective. One rank alone has a link that costs nothing.
+    grows up to 16 nbytes until it takes twice as long everywhere: latency, or others on the machine, would hide β,
+    which is 0 where even that does not show it. Collective. One rank alone has a link that costs nothing.
 
     Args:
         comm: See `as_communicator`; all ranks call.
-        nbytes: Size of the large message on the wire.
-        repeats: Number of measurements of which the median is taken.
-        seconds: Measures a message with a body of so many bytes in another way than ping-pong; all ranks call it.
+        nbytes: Size on the wire of the large message at first.
+        repeats: Number of ping-pongs of which the median is taken.
+        seconds: In place of ping-pong, and of repeats: (bytes of a body, 0 for the smallest message) -> seconds that
+            a message takes one way; all ranks call it.
+
+    Raises:
+        ValueError: nbytes or repeats is too small.
     """
     if nbytes < 2 * SLOT_BYTES or repeats < 1:
         raise ValueError(f"expected nbytes >= {2 * SLOT_BYTES} and repeats >= 1, got {nbytes} and {repeats}")
@@ -57,28 +61,29 @@ def measure_link(
     measure, most = seconds or (lambda body: _one_way_seconds(comm, body, repeats)), 16 * nbytes
     while True:
         times = torch.tensor([measure(0), measure(nbytes - SLOT_BYTES)], dtype=torch.float64, device=comm.device)
-        small, large = torch.stack(allgather(times, comm)).max(dim=0).values.tolist()
-        if large >= 2 * small or nbytes >= most:
-            beta = max(0.0, (large - small) / (nbytes - SLOT_BYTES))
-            return Link(max(0.0, small - beta * SLOT_BYTES), beta)
+        small, large = torch.stack(allgather(times, comm)).unbind(dim=1)
+        if nbytes >= most or bool((large >= 2 * small).all()):
+            beta = ((large - small) / (nbytes - SLOT_BYTES)).clamp(min=0)
+            alpha = (small - beta * SLOT_BYTES).clamp(min=0)
+            return Link(float(alpha.max()), float(beta.max()))
         nbytes *= 4
 
 
 def _one_way_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
     """Half a ping-pong of bodies of nbytes, median; 0 for the last of an odd number of ranks, which has no partner."""
-    seconds = []
+    seconds, payload = [], Payload.of(torch.zeros(nbytes, dtype=torch.uint8))
     for _ in range(repeats + 1):  # the first one warms up
         begin = comm.clock()
-        run(_ping_pong(comm.rank, comm.size, nbytes), comm, facts=f"ping-pong({nbytes})")
+        run(_ping_pong(comm.rank, comm.size, payload), comm, facts=f"ping-pong({nbytes})")
         seconds.append((comm.clock() - begin) / 2)
     return 0.0 if comm.rank ^ 1 >= comm.size else statistics.median(seconds[1:])
 
 
-def _ping_pong(rank: int, size: int, nbytes: int) -> Schedule[None]:
+def _ping_pong(rank: int, size: int, payload: Payload) -> Schedule[None]:
     peer = rank ^ 1
     if peer >= size:
         return
-    ping, pong = Round(sends={peer: Payload.of(torch.zeros(nbytes, dtype=torch.uint8))}), Round(recvs={peer: nbytes})
+    ping, pong = Round(sends={peer: payload}), Round(recvs={peer: payload.nbytes})
     first, second = (ping, pong) if rank < peer else (pong, ping)
     yield first
     yield second
