@@ -17,8 +17,8 @@ bits on all ranks after every boundary.
 
 --torchft: a Python that has torchft 0.2.0, whose DiLoCo trains beside ours, in the same namespaces, with the same
 faults at the same times. Before: `check_elastic_laws` on drawn schedules in the simulated world, and on a fiftieth as
-many for every kind of optimizer. --full: 30 minutes, 10,000 schedules, and as many faults a rank and minute as 62 of 32 ranks in 30. Exit
-status 1 where parameters of ours differ.
+many for every kind of optimizer. --full: 10,000 schedules, 30 minutes, and as many faults a rank and minute as 62 in 30
+minutes of 32 ranks. Exit status 1 where parameters of ours differ.
 """
 
 import logging

@@ -95,12 +95,9 @@ def _lines(rows: Sequence[Row], drawn: dict[str, str], by: str) -> dict[Any, dic
         ends = sorted(row["behind"] + unit * (row[end] - row["mean"]) for end in ("least", "most"))
         place = ((row["task"], row["optimizer"]), row["ranks"])
         found.setdefault(place, {}).setdefault(row["way"], {})[row[by]] = (row["behind"], *ends)
+    fewest = dict.fromkeys(DRAWN, 2) | dict.fromkeys(WHOLE, 1)
     kept = {
-        place: {
-            way: dict(sorted(ways[way].items()))
-            for way in drawn
-            if len(ways.get(way, ())) >= (2 if way in DRAWN else 1)
-        }
+        place: {way: dict(sorted(ways[way].items())) for way in drawn if len(ways.get(way, ())) >= fewest[way]}
         for place, ways in found.items()
     }
     return {place: ways for place, ways in kept.items() if any(way in DRAWN for way in ways)}
