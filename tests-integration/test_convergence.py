@@ -62,7 +62,8 @@ def test_the_largest_of_the_sum_are_those_of_all_that_ranks_have(size):
     dense = list(torch.randint(-99, 99, (size, 40), generator=torch.Generator().manual_seed(size)).float())
     way = LargestOfTheSum()
     everything, whole = way.select(dense[0], 0, size, 3, None), sum(dense)
-    results = SimulatedWorld(size).run(lambda comm: run(way.call(everything(dense[comm.rank]), comm, 3), comm, facts=""))
+    world = SimulatedWorld(size)
+    results = world.run(lambda comm: run(way.call(everything(dense[comm.rank]), comm, 3), comm, facts=""))
     for result in results:
         assert torch.equal(result.total.to_dense(), topk(whole, 3).to_dense())
     assert torch.equal(whole, results[0].total.to_dense() + sum(result.dropped.to_dense() for result in results))
