@@ -38,6 +38,7 @@ def pictures() -> dict[str, Callable[[], str]]:
         "spardl-teams": partial(sparse, "spardl", options={"teams": 2}),
         **{name: partial(whole, name) for name in ("powersgd", "dense-int8")},
         **{name: partial(periodic, name) for name in PERIODIC},
+        "muloco": partial(periodic, "diloco", "MuLoCo in 2 bits", compress="int2"),
         **{name: partial(partially, name, quorum) for name, quorum in QUORUMS.items()},
     }
 
@@ -89,10 +90,10 @@ def whole(name: str) -> str:
     return drawn(recording, title, f"{NETWORK}: {sums(recording)}")
 
 
-def periodic(name: str) -> str:
-    """Eight steps of periodic averaging."""
+def periodic(name: str, called: str = "", **settings: Any) -> str:
+    """Eight steps of periodic averaging. called: the title, instead of the class's name."""
     every = 2 if name in OVERLAPPED else 4
-    settings: dict[str, Any] = {"fragments": 2, "delay": 1} if name == "streaming-diloco" else {}
+    settings |= {"fragments": 2, "delay": 1} if name == "streaming-diloco" else {}
 
     def body(comm: Communicator, recording: Recording) -> None:
         layers = [torch.nn.Linear(60, 60, bias=False) for _ in range(2)]
@@ -109,7 +110,7 @@ def periodic(name: str) -> str:
         optimizer.finish()
 
     recording = record(body, link=LINK)
-    title = f"{PERIODIC[name].__name__}: {RANKS} ranks, 8 steps, τ = {every}"
+    title = f"{called or PERIODIC[name].__name__}: {RANKS} ranks, 8 steps, τ = {every}"
     return drawn(recording, title, f"7,200 parameters, {NETWORK}: {sums(recording)}. The end: finish().")
 
 

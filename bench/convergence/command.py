@@ -7,7 +7,8 @@ mean, least, most: of the seeds, test accuracy in percent, or perplexity of a ch
 dense with the same optimizer, clipping, ranks and seeds; for text by how many percent the perplexity is above. network
 seconds: of a step, predicted from bytes and messages. With --output each training is written down when it has ended,
 and not repeated when the command is given again, unless the record lacks its bytes on the way. Ways that begin with
-"torch" are torch's own, on real ranks: see `torch_hooks`; "sparseloco" is a recipe of local AdamW: see there.
+"torch" are torch's own, on real ranks: see `torch_hooks`; "diloco", "muloco" and "sparseloco" average models: see
+`periodic`.
 """
 
 import argparse

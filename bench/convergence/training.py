@@ -9,7 +9,7 @@ from communicators import Communicator, Link, SimulatedWorld
 from data_parallel import UpdateOptimizer
 from torch import nn
 
-from bench.convergence import sparseloco, torch_hooks
+from bench.convergence import periodic, torch_hooks
 from bench.convergence.rank import Point, Training, curve_of
 from bench.convergence.tasks import TASKS
 from bench.convergence.ways import WAYS, Run, Way, optimizer_of
@@ -54,7 +54,7 @@ def _on_rank(run: Run, way: Way, comm: Communicator) -> list[Point]:
     torch.manual_seed(run.seed)
     task = TASKS[run.task]
     model, rate = task.model(), task.rates[run.optimizer]
-    made = sparseloco.training(run, model, rate, comm) if way.by == "sparseloco" else _ours(run, way, model, rate, comm)
+    made = periodic.training(run, model, rate, comm) if way.by == "periodic" else _ours(run, way, model, rate, comm)
     clip_after = run.clip if way.clips_after else 0.0
     return curve_of(run, made, rank=comm.rank, size=comm.size, clip_after=clip_after)
 

@@ -44,7 +44,8 @@ class Way:
 
     clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. advised:
     algorithm and wire, where it is what `advise` says. by: what trains, ours,
-    "torch" (`torch_hooks`, by the way's name) or "sparseloco". beta1: of AdamW, where it is not what fits the settings.
+    "torch" or "periodic" (`torch_hooks`, `periodic`; by the way's name). beta1: of AdamW, where it is not what fits
+    the settings.
     """
 
     settings: Callable[[Run], Mapping[str, Any]]
@@ -146,7 +147,8 @@ WAYS: dict[str, Way] = {
     "torch DDP": _peer("torch", selects=False),
     "torch bf16 hook": _peer("torch", selects=False),
     "torch PowerSGD hook": _peer("torch", selects=False),
-    "sparseloco": _peer("sparseloco", optimizers=("adamw",)),
+    **{way: _peer("periodic", selects=False, optimizers=("adamw",)) for way in ("diloco", "muloco", "muloco int2")},
+    "sparseloco": _peer("periodic", optimizers=("adamw",)),
 }
 
 

@@ -1,4 +1,4 @@
-"""--optimizer adamw: with every algorithm, its own defaults, and what does not go with it."""
+"""--optimizer adamw and muon: with every algorithm, its own defaults, and what does not go with it."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import AgreedError, RunError
 from thinwire_trainer.records.metrics import read_metrics
-from thinwire_trainer.synchronisers.synchroniser import adamw
+from thinwire_trainer.synchronisers.synchroniser import adamw, inner_optimizer
 from thinwire_trainer.synchronisers.table import TABLE, Flag, Synchronisation
 
 
@@ -32,6 +32,28 @@ def test_with_adamw_every_algorithm_is_killed_anywhere_and_resumed(
         train(app, replace(other, resume="latest"), 2)
     train(app, replace(broken, resume="latest"), 2)
     assert_same_bits(result(broken), result(straight))
+
+
+@pytest.mark.parametrize(("algorithm", "own"), [("dense", {}), ("diloco", {"sync_every": 3, "compress": "int2"})])
+@pytest.mark.filterwarnings("ignore:two momenta multiply")  # of DiLoCo, whose blocks are short here
+def test_with_muon_it_is_killed_anywhere_and_resumed(
+    app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str, own: dict[str, Any]
+) -> None:
+    """DiLoCo with Muon inside and two bits is MuLoCo."""
+    straight = options(output=tmp_path / "straight", algorithm=algorithm, optimizer="muon", lr=0.01, **own)
+    train(app, straight, 2)
+    broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
+    assert killed_after(20, app, broken, 2)
+    train(app, replace(broken, resume="latest"), 2)
+    assert_same_bits(result(broken), result(straight))
+    groups = result(straight)[2][0]["optimizer"]["param_groups"]
+    assert [("ns_steps" in group, "betas" in group) for group in groups] == [(True, False), (False, True)]
+
+
+def test_a_model_without_hidden_matrices_is_told_of_muon(app: App) -> None:
+    given = parse(["--optimizer", "muon"], app, world_size=None)
+    with pytest.raises(AgreedError, match="--optimizer muon: the model has no hidden matrix"):
+        inner_optimizer(given, torch.nn.Linear(2, 2))
 
 
 def parse_again(then: Options, app: App, *words: str) -> Options:
@@ -84,6 +106,7 @@ def test_what_waits_of_adamw_counts_where_gradients_are_made(
         ("--algorithm gtopk --overlap", "--overlap sends gradients during backward, and with --optimizer adamw gtopk"),
         ("--algorithm auto --overlap", "--overlap sends gradients during backward, and with --optimizer adamw auto"),
         ("--algorithm own", "--optimizer adamw is not for own, which takes sgd"),
+        ("--optimizer muon --algorithm gtopk", "--optimizer muon is not for gtopk, which takes sgd, adamw"),
     ],
 )
 def test_what_does_not_go_with_adamw_is_refused(app: App, words: str, says: str) -> None:
@@ -106,6 +129,8 @@ def test_each_optimizer_has_its_own_defaults_also_beside_an_apps(app: App) -> No
     assert (sgd.optimizer, sgd.lr, sgd.momentum) == ("sgd", 4.0, 0.9)
     assert (adamw.optimizer, adamw.lr, adamw.momentum) == ("adamw", 0.001, 0.9)
     assert (given.lr, given.momentum) == (0.1, 0.7)
+    muon = parse(["--optimizer", "muon"], app, world_size=None)
+    assert (muon.lr, muon.momentum) == (0.001, 0.95)
 
 
 @pytest.mark.parametrize("algorithm", TABLE)

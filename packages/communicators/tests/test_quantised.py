@@ -1,4 +1,6 @@
-"""The dense sum in 8 or 4 bits: conservation, agreement, worlds, bytes, and blocks that lose nothing."""
+"""The dense sum in 8, 4 or 2 bits: conservation, agreement, worlds, bytes, and blocks that lose nothing."""
+
+import math
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ def test_what_is_sent_and_what_is_left_are_the_input_exactly(bits, values):
     assert torch.equal((x - rounded).double() + rounded.double(), x.double())
     for block, rest in zip(x.split(BLOCK), (x - rounded).split(BLOCK), strict=True):
         largest = float(block.abs().max())
-        assert largest > 1.7e38 or float(rest.abs().max()) <= max(largest / (2 ** (bits - 1) - 2), 2.0**-127)
+        most = largest / (2 ** (bits - 1) - 2) if bits > 2 else largest  # 2 bits clip
+        assert largest > 1.7e38 or float(rest.abs().max()) <= max(most, 2.0**-127)
+        assert float(rest.double().square().sum()) <= float(block.double().square().sum())
 
 
 @either
@@ -39,6 +43,17 @@ def test_steps_of_the_scale_are_carried_exactly(bits):
     most = 2 ** (bits - 1) - 1
     x = torch.arange(-most, most + 1).float() * 2.0**-9
     assert torch.equal(unpacked(packed(x, bits), len(x), bits), x)
+
+
+@given(st.integers(1, BLOCK), st.sampled_from([0.1, 1.0, 3.0]), st.integers(0, 99))
+def test_two_bits_take_the_scale_that_leaves_the_least(numel, spread, seed):
+    """By trying each: among the powers of two down to 1/32 of the largest."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))
+    left = float((x - unpacked(packed(x, 2), numel, 2)).double().square().sum())
+    highest = math.floor(math.log2(float(x.abs().max()) / 0.75))
+    tried = [(x / s).round().clamp(-1, 1) * s for s in (2.0 ** (highest - halved) for halved in range(6))]
+    assert left == pytest.approx(min(float((x - one).double().square().sum()) for one in tried), rel=1e-5)
 
 
 @either
@@ -68,10 +83,13 @@ def test_laws(bits, data):
 
 def _sent(rank, size, numel, bits):
     """All spans but its own, then Bruck: round i forwards min(2^i, P − 2^i) blocks, from its own downwards."""
-    sizes = [quantised_nbytes(high - low, bits) for low, high in quantised_spans(numel, size)]
+    sizes, sums = (
+        [quantised_nbytes(high - low, one) for low, high in quantised_spans(numel, size)]
+        for one in (bits, {8: 8, 4: 4, 2: 4}[bits])
+    )
     nbytes, messages, distance = sum(sizes) - sizes[rank] + (size - 1) * SLOT_BYTES, size - 1, 1
     while distance < size:
-        nbytes += SLOT_BYTES + sum(sizes[(rank + i) % size] for i in range(min(distance, size - distance)))
+        nbytes += SLOT_BYTES + sum(sums[(rank + i) % size] for i in range(min(distance, size - distance)))
         messages, distance = messages + 1, 2 * distance
     return nbytes, messages
 

@@ -57,7 +57,9 @@ def sparse():
 
 
 ways = pytest.mark.parametrize(
-    "way", [lambda: {"compress": "int8"}, lambda: {"compress": "int4"}, sparse], ids=["int8", "int4", "sparse"]
+    "way",
+    [lambda: {"compress": "int8"}, lambda: {"compress": "int4"}, lambda: {"compress": "int2"}, sparse],
+    ids=["int8", "int4", "int2", "sparse"],
 )
 classes = pytest.mark.parametrize("algorithm", [LocalSGD, DiLoCo])
 
@@ -238,9 +240,9 @@ def test_parameters_may_have_any_name(saved, way):
     SimulatedWorld(1).run(body)
 
 
-@pytest.mark.parametrize(("way", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize(("way", "bits"), [("int8", 8), ("int4", 4), ("int2", 3)])
 def test_bytes(way, bits):
-    """2n(m − 1)/m elements a rank and boundary, and less than 3 % on top."""
+    """2n(m − 1)/m elements a rank and boundary, of 2 bits half of them in 4, and less than 3 % on top."""
     n, m = 1 << 18, 4
 
     def body(comm):
@@ -333,7 +335,7 @@ def test_bad_input():
         return algorithm(torch.optim.SGD([p], lr=0.1), **options)
 
     def body(comm):
-        with pytest.raises(ValueError, match=r"compress is 'int3', expected None, one of \('int8', 'int4'\)"):
+        with pytest.raises(ValueError, match=r"compress is 'int3', expected None, one of \('int8', 'int4', 'int2'\)"):
             make(comm=comm, compress="int3")
         with pytest.raises(TypeError, match="or a compressor with error feedback: compress"):
             make(comm=comm, compress=lambda x: x, allreduce=dropping)

@@ -15,7 +15,7 @@ from local_sgd.averaging import Arrived, Averaging, all_finite
 from local_sgd.parts import by_name, refuse_other_shapes
 from local_sgd.rule import Part
 
-BITS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4, "int2": 2}
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ Allreduce: TypeAlias = Callable[[Any, Communicator], Any]
 class Compression:
     """Compression that a user asked for.
 
-    compress: "int8", "int4", a `Sparsifier`, which takes an allreduce, or None: nothing is compressed.
+    compress: "int8", "int4", "int2", a `Sparsifier`, which takes an allreduce, or None: nothing is compressed.
 
     Raises:
         TypeError: `compress` is of another type, or a compressor without an allreduce.
@@ -100,7 +100,7 @@ class Selected:
 
 
 class RoundedSum:
-    """Sum over ranks rounded to 8 or 4 bits an element (`quantised_allreduce`), with a residual for each part.
+    """Sum over ranks rounded to 8, 4 or 2 bits an element (`quantised_allreduce`), with a residual for each part.
 
     Residuals hold the error of float64 in float32, too. carries_nan: a NaN reaches every rank, in its own block.
     """

@@ -1,6 +1,7 @@
 """Base class of optimizers that wrap another one on several ranks; checks that ranks hold the same; gathered states."""
 
 from replicas.averaging import Buffers, average_tensors, broadcast_parameters, broadcast_tensors, restored
+from replicas.muon_adamw import MuonAdamW
 from replicas.parameters import check_named_parameters
 from replicas.process_group import default_group
 from replicas.states import STATE_KEY, check_saved_by, gathered_state, saved_by, state_of_rank, states_of_ranks
@@ -12,6 +13,7 @@ from replicas.wrapping import Wrapping
 __all__ = [
     "STATE_KEY",
     "Buffers",
+    "MuonAdamW",
     "Wrapping",
     "__version__",
     "average_tensors",

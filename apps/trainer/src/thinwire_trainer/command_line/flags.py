@@ -17,6 +17,7 @@ from thinwire_trainer.command_line.parser import (
     COMPRESSED,
     DEFAULT,
     MILESTONED,
+    MUON_MOMENTUM,
     SCHEDULE,
     compressors,
     parser_of,
@@ -196,7 +197,7 @@ def _check_overlap(given: Namespace, entry: Entry) -> None:
 
 
 def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> None:
-    """Also gives AdamW its own defaults."""
+    """Also gives AdamW and Muon their own defaults."""
     if given.optimizer not in entry.optimizers:
         raise RunError(
             f"--optimizer {given.optimizer} is not for {given.algorithm}, which takes {', '.join(entry.optimizers)}"
@@ -204,14 +205,15 @@ def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> N
     if given.optimizer == "sgd":
         return
     if given.nesterov:
-        raise RunError("--nesterov is a form of SGD's momentum, and AdamW has none: leave it out")
+        raise RunError("--nesterov is a form of SGD's momentum, and AdamW has none, Muon always: leave it out")
     if given.overlap and not entry.nesterov:  # where it may be updates that are selected from
         raise RunError(
             f"--overlap sends gradients during backward, and with --optimizer adamw {given.algorithm} sends what AdamW "
             f"makes of them, after it: leave it out"
         )
     if "momentum" not in said:
-        given.momentum = ADAMW_MOMENTUM if entry.nesterov else ADAMW_MOMENTUM_WAITING
+        adamw = ADAMW_MOMENTUM if entry.nesterov else ADAMW_MOMENTUM_WAITING
+        given.momentum = MUON_MOMENTUM if given.optimizer == "muon" else adamw
     if "lr" not in said:
         given.lr = ADAMW_RATE
 

@@ -57,7 +57,7 @@ class Options:
     algorithm: str
     overlap: bool  # of the exchange with backward
     batch_size: int  # samples per rank and step; elastic: of all ranks together
-    optimizer: str  # "sgd" or "adamw"
+    optimizer: str  # "sgd", "adamw" or "muon"
     lr: float
     momentum: float  # of AdamW β₁
     nesterov: bool

@@ -21,8 +21,8 @@ DEFAULT = "dense"
 COMPRESSED = "gtopk"  # by --compression without --compressor
 SCHEDULE, MILESTONED = "cosine", "step"
 ADAMW_RATE = 0.001
-ADAMW_MOMENTUM, ADAMW_MOMENTUM_WAITING = 0.9, 0.5
-"""β₁, and that where updates wait to be sent, which does a part of momentum's work."""
+ADAMW_MOMENTUM, ADAMW_MOMENTUM_WAITING, MUON_MOMENTUM = 0.9, 0.5, 0.95
+"""β₁, and that where updates wait to be sent, which does a part of momentum's work; Muon's μ."""
 
 TASK = (
     Flag("data_dir", Path("data"), "where its files are", read=Path, metavar="DIR"),
@@ -37,13 +37,13 @@ TASK = (
 )
 OPTIMISATION = (
     Flag("batch_size", 32, "samples per rank and step", read=quantities.count, metavar="B"),
-    Flag("optimizer", OPTIMIZERS[0], "of each rank", choices=OPTIMIZERS),
-    Flag("lr", 0.1, f"peak learning rate (default: %(default)g; adamw: {ADAMW_RATE})", read=quantities.positive),
+    Flag("optimizer", OPTIMIZERS[0], "of each rank; muon: of hidden matrices, adamw of the rest", choices=OPTIMIZERS),
+    Flag("lr", 0.1, f"peak learning rate (default: %(default)g; adamw, muon: {ADAMW_RATE})", read=quantities.positive),
     Flag(
         "momentum",
         0.9,
         "of SGD, sparse: before selection, as in DGC; of adamw β1 (default: %(default)g; adamw, sparse: "
-        f"{ADAMW_MOMENTUM_WAITING:g})",
+        f"{ADAMW_MOMENTUM_WAITING:g}; muon: {MUON_MOMENTUM})",
         read=quantities.momentum,
     ),
     Flag("nesterov", False, "Nesterov's momentum; not of sparse gradients"),

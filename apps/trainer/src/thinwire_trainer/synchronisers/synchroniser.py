@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, allreduce
+from replicas import MuonAdamW
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -178,6 +179,11 @@ def inner_optimizer(options: Options, model: nn.Module) -> Optimizer:
     """Optimizer with its own moments; its wrapper exchanges gradients before it, or models after."""
     if options.optimizer == "adamw":
         return adamw(options, model)
+    if options.optimizer == "muon":
+        try:
+            return MuonAdamW(model, options.lr, weight_decay=options.weight_decay, momentum=options.momentum)
+        except (ValueError, ImportError) as error:
+            raise AgreedError(f"--optimizer muon: {error}") from error
     return SGD(
         model.parameters(),
         lr=options.lr,

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     Make = Callable[[Options, nn.Module, Communicator, Rates], Synchroniser]
 
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "muon")
+OF_FEW = OPTIMIZERS[:2]  # where the wrapper corrects what a rank's own gradients do to the steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,7 @@ SPARSE = Synchronisation(
     flags=(DENSITY, DENSITY_WARMUP, WIRE, NONFINITE, VERIFY),
     elastic=True,
     nesterov=False,
-    optimizers=OPTIMIZERS,
+    optimizers=OF_FEW,
     overlaps=True,
 )
 WHOLE = Synchronisation(
@@ -194,7 +195,7 @@ COMPRESS = Flag(
     "compress",
     "none",
     "the change since the last agreed model travels in so many bits, what is rounded off later",
-    choices=("none", "int8", "int4"),
+    choices=("none", "int8", "int4", "int2"),
 )
 FRAGMENTS = Flag("fragments", 4, "that travel one after another", read=quantities.count)
 DELAY = Flag("delay", 1, "between a fragment's launch and its use", read=quantities.count_or_zero, metavar="STEPS")
@@ -257,7 +258,7 @@ EAGER = Synchronisation(
         ),
         INJECT_DELAY,
     ),
-    optimizers=OPTIMIZERS,
+    optimizers=OF_FEW,
 )
 QUORUM = Flag(
     "quorum",
@@ -284,7 +285,7 @@ TABLE: dict[str, Synchronisation] = {
 
 
 AUTO = "auto"
-CHOOSING = Entry(flags=SPARSE.flags, nesterov=False, optimizers=OPTIMIZERS, overlaps=True)
+CHOOSING = Entry(flags=SPARSE.flags, nesterov=False, optimizers=OF_FEW, overlaps=True)
 """What `AUTO` takes: the flags that all it may choose share. What it chooses is in the `TABLE`, and makes itself."""
 
 

@@ -3,9 +3,10 @@
 What is rounded off is given back to one rank each time, for error feedback on both sides: DoubleSqueeze (Tang et al.,
 ICML 2019).
 
-Float32 travels in 8 or 4 bits an element, and a byte a block of 1,024 for its scale, block by block, as 8-bit
+Float32 travels in 8, 4 or 2 bits an element, and a byte a block of 1,024 for its scale, block by block, as 8-bit
 optimizers do (Dettmers et al., ICLR 2022). The scale is a power of two, so that what is rounded and what is left over
-are the input exactly.
+are the input exactly. 2 bits are a sign or zero: the scale is then the one that loses the least of the block's squares,
+and the block's largest elements, which it clips, keep the excess for the next sum.
 """
 
 from typing import NamedTuple
@@ -17,12 +18,15 @@ from communicators.schedule import Payload, Round, Schedule
 from communicators.schedules.dense import allgather_blocks, block_bounds
 
 BLOCK = 1024
-BITS = (8, 4)
+BITS = (8, 4, 2)
 NOT_FINITE = -128
 """Mark in place of a scale: the block held NaN or inf, and is read as NaN."""
 
 LEAST = -126
 """The least exponent of a normal number."""
+
+SMALLER = 6
+"""Number of scales that 2 bits choose from, the largest one and its halves; an element is clipped to 1/32 at most."""
 
 
 class Rounded(NamedTuple):
@@ -36,13 +40,14 @@ class Rounded(NamedTuple):
 
 
 def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Schedule[Rounded]:
-    """Sum over ranks of 1-D float32, with Q that rounds to `bits` (8 or 4) block by block.
+    """Sum over ranks of 1-D float32, with Q that rounds to `bits` (8, 4 or 2) block by block.
 
         total ← Q(Σ x or Q(x)) by span; the rank that owns a span adds its own x without rounding
 
     A split, in which every rank gets its span of all, and a gather of the sums: P − 1 messages in one round, then
-    ⌈log P⌉ rounds (Bruck); 2n(P − 1)/P elements of `bits` bits, and the scales. Scales are powers of two, so sums of
-    what is rounded and of what is left over are exact where float32 is.
+    ⌈log P⌉ rounds (Bruck); 2n(P − 1)/P elements of `bits` bits, and the scales. Of 2 bits the sums, whose errors all
+    ranks share, go in 4. Scales are powers of two, so sums of what is rounded and of what is left over are exact where
+    float32 is.
     Raises ValueError for another number of bits, TypeError for another dtype.
     """
     _check(x, bits)
@@ -61,12 +66,13 @@ def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Sc
     total = x[own].clone()
     for peer in sorted(received):
         total += unpacked(received[peer].view(torch.int8), len(total), bits)
-    coded = packed(total, bits)
-    dropped[own] = total - unpacked(coded, len(total), bits)
+    of_sums = max(bits, 4)
+    coded = packed(total, of_sums)
+    dropped[own] = total - unpacked(coded, len(total), of_sums)
     lengths = [high - low for low, high in spans]
-    nbytes = [quantised_nbytes(n, bits) for n in lengths]
+    nbytes = [quantised_nbytes(n, of_sums) for n in lengths]
     gathered = yield from allgather_blocks(coded.view(torch.uint8), nbytes, rank, size)
-    sums = [unpacked(block.view(torch.int8), n, bits) for block, n in zip(gathered, lengths, strict=True)]
+    sums = [unpacked(block.view(torch.int8), n, of_sums) for block, n in zip(gathered, lengths, strict=True)]
     return Rounded(torch.cat(sums), dropped)
 
 
@@ -86,8 +92,9 @@ def _check(x: Tensor, bits: int) -> None:
 def packed(x: Tensor, bits: int = 8) -> Tensor:
     """Packs 1-D float32, from the beginning of a block on, into int8: all elements, then all exponents.
 
-    Each element becomes the nearest multiple of 2^e, where e is the least with which the block's largest keeps within
-    2^(bits − 1) − 1 steps. `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN.
+    Each element becomes the nearest multiple of 2^e within 2^(bits − 1) − 1 steps. e is the least that clips nothing;
+    of 2 bits the one among the next smaller that leaves the least Σ (x − Q(x))². `x - unpacked(...)` is exact, except
+    that for a block with NaN or inf it is NaN.
     """
     blocks, most = _in_blocks(x), (1 << (bits - 1)) - 1
     largest = blocks.abs().amax(1)
@@ -95,9 +102,11 @@ def packed(x: Tensor, bits: int = 8) -> Tensor:
     beyond = fraction >= (most + 0.5) / (most + 1)  # would be rounded to one step too many
     scale = (exponent - (bits - 1) + beyond.int()).clamp(LEAST, _most_exponent(bits))
     scale = torch.where(torch.isfinite(largest), scale, 0)
+    if bits == 2:
+        scale = (scale - _closest(blocks / _power(scale)[:, None])).clamp(min=LEAST)
     steps = (blocks / _power(scale)[:, None]).round().clamp(-most, most).nan_to_num(0.0)
     exponents = torch.where(torch.isfinite(largest), scale, NOT_FINITE)
-    return torch.cat([_nibbles(steps.view(-1)[: x.numel()].to(torch.int8), bits), exponents.to(torch.int8)])
+    return torch.cat([_joined(steps.view(-1)[: x.numel()].to(torch.int8), bits), exponents.to(torch.int8)])
 
 
 def unpacked(bytes_: Tensor, numel: int, bits: int = 8) -> Tensor:
@@ -122,18 +131,26 @@ def _most_exponent(bits: int) -> int:
     return 128 - bits
 
 
-def _nibbles(steps: Tensor, bits: int) -> Tensor:
-    """Steps as int8; those of 4 bits two in one byte, the first in the low half."""
+def _closest(blocks: Tensor) -> Tensor:
+    """Number of halvings of step s = 1, by block, that gain most: by ±s where |x| > s/2, s·(2|x| − s) of Σ x²."""
+    twice = 2 * blocks.abs()
+    sizes = [2.0**-halved for halved in range(SMALLER)]
+    return torch.stack([s * (twice - s).clamp(min=0).sum(1) for s in sizes]).argmax(0).int()
+
+
+def _joined(steps: Tensor, bits: int) -> Tensor:
+    """Steps as int8; those of fewer bits side by side in one byte, the first in the lowest."""
     if bits == 8:
         return steps
-    pairs = torch.cat([steps, steps.new_zeros(steps.numel() % 2)]).view(-1, 2)
-    return (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
+    each = 8 // bits
+    groups = torch.cat([steps, steps.new_zeros(-steps.numel() % each)]).view(-1, each)
+    fields = [(groups[:, at] & ((1 << bits) - 1)) << (bits * at) for at in range(each)]
+    return torch.stack(fields).sum(0, dtype=torch.int8)
 
 
 def _steps(coded: Tensor, numel: int, bits: int) -> Tensor:
-    if bits == 8:
-        return coded
-    return torch.stack([(coded << 4) >> 4, coded >> 4], 1).view(-1)[:numel]  # >> keeps the sign
+    fields = [(coded << (8 - bits - at)) >> (8 - bits) for at in range(0, 8, bits)]  # >> keeps the sign
+    return torch.stack(fields, 1).view(-1)[:numel]
 
 
 def _in_blocks(x: Tensor) -> Tensor:
