@@ -7,8 +7,7 @@ mean, least, most: of the seeds, test accuracy in percent, or perplexity of a ch
 dense with the same optimizer, clipping, ranks and seeds; for text by how many percent the perplexity is above. network
 seconds: of a step, predicted from bytes and messages. With --output each training is written down when it has ended,
 and not repeated when the command is given again, unless the record lacks its bytes on the way. Ways that begin with
-"torch" are torch's own, on real ranks: see `torch_hooks`; "diloco", "muloco" and "sparseloco" average models: see
-`periodic`.
+"torch" are torch's own, on real ranks: see `torch_hooks`; "diloco" and "sparseloco" average models: see `periodic`.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from typing import Any
 from bench.convergence import curves, densities
 from bench.convergence.tasks import TASKS
 from bench.convergence.training import trained
-from bench.convergence.ways import WAYS, Run
+from bench.convergence.ways import OPTIMIZERS, WAYS, Run
 from bench.record import asked, parser_of, record
 
 DENSE, FIRST, RECOMMENDED = "dense", "gtopk, as first written", "gtopk"
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] = ()) -> None:
 def _asked(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("convergence", __doc__, full="the numbers to report: hours")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="NAME")
-    parser.add_argument("--optimizers", nargs="+", choices=("sgd", "adamw"), default=["sgd", "adamw"], metavar="NAME")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["sgd", "adamw"], metavar="NAME")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="NAME")
     parser.add_argument("--densities", nargs="+", type=float, metavar="D", help="default 0.01; full 0.1 0.01 0.001")
     parser.add_argument("--clips", nargs="+", type=float, default=[0.0], metavar="C", help="default 0: none")
@@ -80,7 +79,7 @@ def _runs(options: argparse.Namespace) -> Iterator[Run]:
         for name in dict.fromkeys([DENSE, *options.ways]):
             way = WAYS[name]
             for density in options.densities if way.selects else [1.0]:
-                if optimizer in way.optimizers:
+                if optimizer in way.optimizers and optimizer in TASKS[task].rates:
                     steps = options.steps or TASKS[task].steps
                     yield Run(task, optimizer, name, density, clip, ranks, seed, steps)
 

@@ -1,7 +1,7 @@
 """Ways that average models: every rank takes steps of its own, and exchanges what a block of τ of them has changed.
 
-DiLoCo and MuLoCo, which is DiLoCo with Muon inside (Thérien et al., 2025), take outer momentum 0.6, and 1/2 and 1 of
-the task's rate for AdamW: of 0.6 and 0.9, and of 1/4, 1/2, 1 and 2, the best on text of 8 ranks with another seed, or 1 %
+DiLoCo with Muon inside is MuLoCo (Thérien et al., 2025). Outer momentum is 0.6, rates are 1/2 of the task's for AdamW
+and 1 of that for Muon: of 0.6 and 0.9, and of 1/4, 1/2, 1 and 2, the best on text of 8 ranks with another seed, or 1 %
 from it. SparseLoCo's recipe (Sarfi et al., 2025) is the example's: of each chunk of 4,096 elements the share `density`,
 at least one, in 2 bits and 12 for the place; an error that decays by 0.95; an outer SGD with rate 1, without momentum.
 Its τ is 15, where the paper's language models take 15 to 250. Bytes are those of the messages, spread over the steps.
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from communicators import Communicator
 from local_sgd import DiLoCo, PeriodicAveraging
-from replicas import MuonAdamW
 from torch import nn
 
 from bench.convergence.rank import Training
-from bench.convergence.ways import Run
+from bench.convergence.ways import Run, inner_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sparseloco_digits.py"
 TAU, TAU_SPARSE = 30, 15
+SHARES = {"adamw": 0.5, "muon": 1.0}
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 
 Make = Callable[[Run, nn.Module, float, Communicator], PeriodicAveraging]
@@ -49,18 +49,9 @@ def training(run: Run, model: nn.Module, rate: float, comm: Communicator) -> Tra
     )
 
 
-def _diloco(share: float, compress: str | None = None) -> Make:
+def _diloco(compress: str | None = None) -> Make:
     def make(run: Run, model: nn.Module, rate: float, comm: Communicator) -> PeriodicAveraging:
-        inner = torch.optim.AdamW(model.parameters(), lr=share * rate)
-        return DiLoCo(inner, comm=comm, sync_every=TAU, outer=OUTER, compress=compress)
-
-    return make
-
-
-def _muloco(share: float, compress: str | None = None) -> Make:
-    def make(run: Run, model: nn.Module, rate: float, comm: Communicator) -> PeriodicAveraging:
-        positions = [name for name, _ in model.named_parameters() if name == "places"]
-        inner = MuonAdamW(model, lr=share * rate, weight_decay=0.01, adamw=positions)
+        inner = inner_of(run, model, SHARES[run.optimizer] * rate)
         return DiLoCo(inner, comm=comm, sync_every=TAU, outer=OUTER, compress=compress)
 
     return make
@@ -78,9 +69,8 @@ def _sparseloco(run: Run, model: nn.Module, rate: float, comm: Communicator) -> 
 
 
 RECIPES: dict[str, Make] = {
-    "diloco": _diloco(0.5),
-    "muloco": _muloco(1.0),
-    "muloco int2": _muloco(1.0, "int2"),
+    "diloco": _diloco(),
+    "diloco int2": _diloco("int2"),
     "sparseloco": _sparseloco,
 }
 

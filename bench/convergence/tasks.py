@@ -20,7 +20,8 @@ TRAIN = 1437  # of 1,797 digits
 class Task:
     """model: () -> a new one, out of torch's generator. batch: samples of all ranks together, a step.
 
-    rates: learning rate by optimizer, those at which dense does well. lower: whether a lower score is better.
+    rates: learning rate of each optimizer that it is for, at which dense does well. lower: whether a lower score is
+    better.
     """
 
     name: str
@@ -183,9 +184,9 @@ TASKS = {
     task.name: task
     for task in (
         Task("cnn-digits", cnn, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
-        Task("vit-digits", ViT, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
+        Task("vit-digits", ViT, 64, 264, {"sgd": 0.1, "adamw": 3e-3, "muon": 6e-3}),
         Task("resnet20-digits", resnet20, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
-        Task("transformer-text", TransformerLM, 16, 2400, {"sgd": 0.3, "adamw": 6e-3}, text=True),
+        Task("transformer-text", TransformerLM, 16, 2400, {"sgd": 0.3, "adamw": 6e-3, "muon": 6e-3}, text=True),
         Task("lstm-text", LSTMLM, 16, 2400, {"sgd": 2.0, "adamw": 1e-2}, text=True),
     )
 }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from communicators import Communicator
 from data_parallel import DistributedOptimizer, UpdateOptimizer
+from replicas import MuonAdamW
 from sparse_collectives import Algorithm
 from sparse_collectives.advise.accuracy import warm_up
 from sparse_compress import DGCTopK, WarmUp
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from bench.convergence.largest_of_the_sum import LargestOfTheSum
 
+OPTIMIZERS = ("sgd", "adamw", "muon")
 MOMENTUM = 0.9
 BETA1, BETA1_WAITING = 0.9, 0.5  # AdamW's own default, and where updates wait
 WARM_UP = 10  # a tenth of the steps, dense
@@ -60,12 +62,16 @@ class Way:
 
 
 def _whole(**settings: Any) -> Way:
-    return Way(lambda run: settings, own_momentum=True, selects=False, clips_after=True)
+    return Way(lambda run: settings, own_momentum=True, selects=False, clips_after=True, optimizers=OPTIMIZERS)
 
 
-def _low_rank(run: Run) -> dict[str, Any]:
+def _low_rank(rank: int) -> Way:
     """The first tenth of the steps dense, as with torch's hook."""
-    return {"algorithm": "powersgd", "options": {"dense_steps": max(2, run.steps // WARM_UP)}}
+
+    def settings(run: Run) -> dict[str, Any]:
+        return {"algorithm": "powersgd", "options": {"rank": rank, "dense_steps": max(2, run.steps // WARM_UP)}}
+
+    return replace(_whole(), settings=settings)
 
 
 def _peer(by: str, **more: Any) -> Way:
@@ -127,7 +133,8 @@ WAYS: dict[str, Way] = {
     "dense": _whole(algorithm="dense"),
     "dense, beta1 0.5": replace(_whole(algorithm="dense"), beta1=BETA1_WAITING, optimizers=("adamw",)),
     "dense bf16": _whole(algorithm="dense", wire="bf16"),
-    "powersgd": Way(_low_rank, own_momentum=True, selects=False, clips_after=True),
+    "powersgd": _low_rank(2),
+    "powersgd rank 4": _low_rank(4),
     "dense-int8": _whole(algorithm="dense-int8"),
     "gtopk, as first written": Way(_as_first_written, clips_after=True),
     "gtopk": _by("gtopk"),
@@ -147,7 +154,8 @@ WAYS: dict[str, Way] = {
     "torch DDP": _peer("torch", selects=False),
     "torch bf16 hook": _peer("torch", selects=False),
     "torch PowerSGD hook": _peer("torch", selects=False),
-    **{way: _peer("periodic", selects=False, optimizers=("adamw",)) for way in ("diloco", "muloco", "muloco int2")},
+    "diloco": _peer("periodic", selects=False, optimizers=("adamw", "muon")),
+    "diloco int2": _peer("periodic", selects=False, optimizers=("adamw", "muon")),
     "sparseloco": _peer("periodic", optimizers=("adamw",)),
 }
 
@@ -158,12 +166,17 @@ def optimizer_of(
     """The optimizer of a run that goes this way."""
     settings = dict(way.settings(run))
     updates = settings.pop("updates", False)
-    inner: Optimizer
-    if run.optimizer == "adamw":
-        beta1 = way.beta1 or (BETA1_WAITING if updates else BETA1)
-        inner = torch.optim.AdamW(model.parameters(), lr=rate, betas=(beta1, 0.999))
-    else:
-        own = way.own_momentum or updates
-        inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM if own else 0.0)
+    beta1 = way.beta1 or (BETA1_WAITING if updates else BETA1)
+    inner = inner_of(run, model, rate, momentum=MOMENTUM if way.own_momentum or updates else 0.0, beta1=beta1)
     kind = UpdateOptimizer if updates else DistributedOptimizer
     return kind(inner, model.named_parameters(), comm=comm, **settings)
+
+
+def inner_of(run: Run, model: nn.Module, rate: float, *, momentum: float = MOMENTUM, beta1: float = BETA1) -> Optimizer:
+    """The optimizer of each rank; momentum: SGD's. A transformer's learned positions are not for Muon."""
+    if run.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=rate, betas=(beta1, 0.999))
+    if run.optimizer == "muon":
+        positions = [name for name, _ in model.named_parameters() if name == "places"]
+        return MuonAdamW(model, lr=rate, weight_decay=0.01, adamw=positions)
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
