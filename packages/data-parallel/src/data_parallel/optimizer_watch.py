@@ -41,7 +41,8 @@ ADAPTIVE = (
 SHORTER = (
     "the steps of {name} on {ranks} ranks are up to {times:.1f} times too short, if it divides by the size of its "
     "gradients, because a rank's own are noisier than their mean. That is corrected for Adam, AdamW, NAdam and RMSprop "
-    "alone: take one of these, or a higher learning rate"
+    "alone: take one of these, a higher learning rate, or DistributedOptimizer(..., algorithm='powersgd'), which gives "
+    "it the mean gradient"
 )
 CLIPPED = (
     "the gradients were scaled down between the exchange and step(). After a sparse exchange p.grad holds what its few "
