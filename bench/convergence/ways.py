@@ -173,10 +173,9 @@ def optimizer_of(
 
 
 def inner_of(run: Run, model: nn.Module, rate: float, *, momentum: float = MOMENTUM, beta1: float = BETA1) -> Optimizer:
-    """The optimizer of each rank; momentum: SGD's. A transformer's learned positions are not for Muon."""
+    """The optimizer of each rank; momentum: SGD's. Muon is for transformers."""
     if run.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=rate, betas=(beta1, 0.999))
     if run.optimizer == "muon":
-        positions = [name for name, _ in model.named_parameters() if name == "places"]
-        return MuonAdamW(model, lr=rate, weight_decay=0.01, adamw=positions)
+        return MuonAdamW(model, lr=rate, weight_decay=0.01, adamw=["places", "head"])
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)

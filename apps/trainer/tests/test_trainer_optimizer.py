@@ -17,6 +17,8 @@ from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.synchronisers.synchroniser import adamw, inner_optimizer
 from thinwire_trainer.synchronisers.table import TABLE, Flag, Synchronisation
 
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+
 
 @pytest.mark.parametrize("algorithm", TABLE)
 def test_with_adamw_every_algorithm_is_killed_anywhere_and_resumed(
@@ -35,7 +37,7 @@ def test_with_adamw_every_algorithm_is_killed_anywhere_and_resumed(
 
 
 @pytest.mark.parametrize(("algorithm", "own"), [("dense", {}), ("diloco", {"sync_every": 3, "compress": "int2"})])
-@pytest.mark.filterwarnings("ignore:two momenta multiply")  # of DiLoCo, whose blocks are short here
+@needs_muon
 def test_with_muon_it_is_killed_anywhere_and_resumed(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str, own: dict[str, Any]
 ) -> None:
@@ -50,6 +52,7 @@ def test_with_muon_it_is_killed_anywhere_and_resumed(
     assert [("ns_steps" in group, "betas" in group) for group in groups] == [(True, False), (False, True)]
 
 
+@needs_muon
 def test_a_model_without_hidden_matrices_is_told_of_muon(app: App) -> None:
     given = parse(["--optimizer", "muon"], app, world_size=None)
     with pytest.raises(AgreedError, match="--optimizer muon: the model has no hidden matrix"):
@@ -102,7 +105,7 @@ def test_what_waits_of_adamw_counts_where_gradients_are_made(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--nesterov", "--nesterov is a form of SGD's momentum, and AdamW has none"),
+        ("--nesterov", "--nesterov is a form of SGD's momentum: AdamW has none"),
         ("--algorithm gtopk --overlap", "--overlap sends gradients during backward, and with --optimizer adamw gtopk"),
         ("--algorithm auto --overlap", "--overlap sends gradients during backward, and with --optimizer adamw auto"),
         ("--algorithm own", "--optimizer adamw is not for own, which takes sgd"),

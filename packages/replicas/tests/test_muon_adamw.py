@@ -1,12 +1,15 @@
 """Muon and AdamW as one optimizer: torch's own steps, split by what a parameter is; states, schedulers, copies."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from replicas import MuonAdamW
 from replicas.muon_adamw import hidden_matrices
 from torch import nn
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 
 
 class Net(nn.Module):
@@ -32,20 +35,22 @@ def backward(model, step):
 @pytest.mark.parametrize(
     ("tied", "adamw", "expected"),
     [
-        (False, (), ["places", "hidden.weight"]),
+        (False, None, ["places", "hidden.weight"]),
+        (True, None, ["places", "hidden.weight"]),
+        (False, ("places", "head"), ["hidden.weight"]),
+        (False, ("places",), ["hidden.weight", "head.weight"]),
+        (False, "places", ["hidden.weight", "head.weight"]),
+        (False, (), ["places", "hidden.weight", "head.weight"]),
         (True, (), ["places", "hidden.weight"]),
-        (False, ("places",), ["hidden.weight"]),
-        (False, "places", ["hidden.weight"]),
-        (False, ("hidden",), ["places"]),
-        (False, ("hidden.bias",), ["places", "hidden.weight"]),
+        (False, ("hidden.bias", "head.weight"), ["places", "hidden.weight"]),
     ],
 )
 def test_which_parameters_are_hidden_matrices(tied, adamw, expected):
     model = Net(tied=tied)
-    assert hidden_matrices(model, [adamw] if isinstance(adamw, str) else adamw) == expected
+    assert hidden_matrices(model, adamw) == set(expected)
     muon, other = MuonAdamW(model, adamw=adamw).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
-    assert [names[id(p)] for p in muon["params"]] == expected
+    assert [names[id(p)] for p in muon["params"]] == muon["param_names"] == expected
     assert len(muon["params"]) + len(other["params"]) == len(names)
 
 
@@ -53,7 +58,9 @@ def test_steps_are_those_of_torchs_two_optimizers():
     torch.manual_seed(0)
     model, same = Net(), Net()
     same.load_state_dict(model.state_dict())
-    ours = MuonAdamW(model, lr=0.01, weight_decay=0.2, momentum=0.8, betas=(0.7, 0.9), eps=1e-6, adamw=["places"])
+    ours = MuonAdamW(
+        model, lr=0.01, weight_decay=0.2, momentum=0.8, betas=(0.7, 0.9), eps=1e-6, adamw=["places", "head"]
+    )
     others = [p for name, p in same.named_parameters() if name != "hidden.weight"]
     theirs = [
         torch.optim.Muon([same.hidden.weight], 0.01, 0.2, 0.8, adjust_lr_fn="match_rms_adamw"),
@@ -83,7 +90,7 @@ def test_a_matrix_moves_as_far_as_adamw_would_move_it():
         assert 0.8 < float((model[0].weight.detach() - before).square().mean().sqrt()) / (0.1 * 0.2) < 1.2
 
 
-@pytest.mark.parametrize("way", ["load", "deepcopy"])
+@pytest.mark.parametrize("way", ["load", "deepcopy", "pickle", "assigned"])
 def test_it_goes_on_with_the_same_bits(way, tmp_path):
     torch.manual_seed(0)
     model = Net()
@@ -97,8 +104,13 @@ def test_it_goes_on_with_the_same_bits(way, tmp_path):
         again = MuonAdamW(other, lr=0.5)
         torch.save(optimizer.state_dict(), tmp_path / "state")
         again.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    else:
+    elif way == "assigned":
         other, again = copy.deepcopy((model, optimizer))
+        again.state = copy.copy(again.state)
+    else:
+        other, again = (copy.deepcopy if way == "deepcopy" else lambda both: pickle.loads(pickle.dumps(both)))(
+            (model, optimizer)
+        )
     for step in range(3, 6):
         for one, its in ((model, optimizer), (other, again)):
             backward(one, step)
@@ -106,6 +118,39 @@ def test_it_goes_on_with_the_same_bits(way, tmp_path):
     assert len(again.state) == len(list(other.parameters()))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_state_of_other_groups_is_refused_and_changes_nothing():
+    """Torch takes states by position, so that moments of other matrices would be loaded."""
+    optimizer = MuonAdamW(Net(), lr=0.5)
+    others = [MuonAdamW(Net(), adamw=["hidden"]), torch.optim.AdamW(Net().parameters())]
+    others.append(torch.optim.AdamW([{"params": group["params"]} for group in optimizer.param_groups]))
+    for other in others:
+        with pytest.raises(ValueError, match=r"the state is of groups of parameters .*, but this MuonAdamW has"):
+            optimizer.load_state_dict(other.state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (0, 3)])
+def test_tiny_matrices_and_gradients_of_zero(dtype, shape):
+    rows, columns = shape
+    model = nn.ModuleList([nn.Linear(columns, rows), nn.Linear(2, 2)]).to(dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    MuonAdamW(model, lr=0.1, weight_decay=0.0).step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_nan_stays_in_its_matrix():
+    model = Net()
+    optimizer = MuonAdamW(model)
+    backward(model, 0)
+    model.hidden.weight.grad[0, 0] = torch.nan
+    optimizer.step()
+    assert [name for name, p in model.named_parameters() if not p.isfinite().all()] == ["hidden.weight"]
 
 
 def test_a_closure_and_frozen_parameters():

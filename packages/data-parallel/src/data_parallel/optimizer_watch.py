@@ -38,6 +38,10 @@ ADAPTIVE = (
     "{name} behind a sparse exchange: it sees few entries at a time, each with what many steps have saved up, and "
     "takes them for noise, so it learns more slowly than with dense gradients. {instead}"
 )
+MUON = (
+    "{name} behind a sparse exchange: it makes whole matrices of the few entries that it sees at a time. Take "
+    "algorithm='powersgd', which sends something of every element"
+)
 SHORTER = (
     "the steps of {name} on {ranks} ranks are up to {times:.1f} times too short, if it divides by the size of its "
     "gradients, because a rank's own are noisier than their mean. That is corrected for Adam, AdamW, NAdam and RMSprop "
@@ -113,6 +117,8 @@ class OptimizerWatch:
     def judgement(self, optimizer: Optimizer) -> str | None:
         """Warning, with a remedy, about an optimizer known to learn badly from selections; None for any other."""
         name, groups, momentum = type(optimizer).__name__, optimizer.param_groups, self._settings.momentum
+        if any("ns_steps" in group for group in groups):
+            return MUON.format(name=name) if self._settings.last_density < ENOUGH else None
         if any("betas" in group for group in groups):
             text = ADAPTIVE_TWICE if momentum else ADAPTIVE
             said = text.format(name=name, instead=self._instead)

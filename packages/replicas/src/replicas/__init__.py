@@ -1,4 +1,4 @@
-"""Base class of optimizers that wrap another one on several ranks; checks that ranks hold the same; gathered states."""
+"""Base class of optimizers that wrap another one on several ranks; checks that ranks hold the same; Muon and AdamW."""
 
 from replicas.averaging import Buffers, average_tensors, broadcast_parameters, broadcast_tensors, restored
 from replicas.muon_adamw import MuonAdamW

@@ -205,7 +205,7 @@ def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> N
     if given.optimizer == "sgd":
         return
     if given.nesterov:
-        raise RunError("--nesterov is a form of SGD's momentum, and AdamW has none, Muon always: leave it out")
+        raise RunError("--nesterov is a form of SGD's momentum: AdamW has none, Muon always has it; leave it out")
     if given.overlap and not entry.nesterov:  # where it may be updates that are selected from
         raise RunError(
             f"--overlap sends gradients during backward, and with --optimizer adamw {given.algorithm} sends what AdamW "

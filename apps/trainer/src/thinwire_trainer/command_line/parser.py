@@ -37,7 +37,12 @@ TASK = (
 )
 OPTIMISATION = (
     Flag("batch_size", 32, "samples per rank and step", read=quantities.count, metavar="B"),
-    Flag("optimizer", OPTIMIZERS[0], "of each rank; muon: of hidden matrices, adamw of the rest", choices=OPTIMIZERS),
+    Flag(
+        "optimizer",
+        OPTIMIZERS[0],
+        "of each rank; muon: Muon for hidden matrices, AdamW for the rest",
+        choices=OPTIMIZERS,
+    ),
     Flag("lr", 0.1, f"peak learning rate (default: %(default)g; adamw, muon: {ADAMW_RATE})", read=quantities.positive),
     Flag(
         "momentum",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Make = Callable[[Options, nn.Module, Communicator, Rates], Synchroniser]
 
 OPTIMIZERS = ("sgd", "adamw", "muon")
-OF_FEW = OPTIMIZERS[:2]  # where the wrapper corrects what a rank's own gradients do to the steps
+WITHOUT_MUON = OPTIMIZERS[:2]  # where few entries are sent, and with eager ranks, which nobody has tried it with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ SPARSE = Synchronisation(
     flags=(DENSITY, DENSITY_WARMUP, WIRE, NONFINITE, VERIFY),
     elastic=True,
     nesterov=False,
-    optimizers=OF_FEW,
+    optimizers=WITHOUT_MUON,
     overlaps=True,
 )
 WHOLE = Synchronisation(
@@ -258,7 +258,7 @@ EAGER = Synchronisation(
         ),
         INJECT_DELAY,
     ),
-    optimizers=OF_FEW,
+    optimizers=WITHOUT_MUON,
 )
 QUORUM = Flag(
     "quorum",
@@ -285,7 +285,7 @@ TABLE: dict[str, Synchronisation] = {
 
 
 AUTO = "auto"
-CHOOSING = Entry(flags=SPARSE.flags, nesterov=False, optimizers=OF_FEW, overlaps=True)
+CHOOSING = Entry(flags=SPARSE.flags, nesterov=False, optimizers=WITHOUT_MUON, overlaps=True)
 """What `AUTO` takes: the flags that all it may choose share. What it chooses is in the `TABLE`, and makes itself."""
 
 
