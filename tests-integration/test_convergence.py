@@ -33,14 +33,14 @@ def test_torchs_hooks_train_and_send_less(way):
 
 
 def test_sparseloco_sends_at_the_ends_of_blocks_alone_and_the_agreed_model_is_scored():
-    found = trained(Run("vit-digits", "adamw", "sparseloco", 0.01, 0.0, 2, 0, 60))
+    found = trained(Run("vit-digits", "adamw", "sparseloco", 0.01, 0.0, 2, 0, 12))
     sent = {step: nbytes for step, _, nbytes, _ in found["curve"]}
     scores = {step: score for step, score, *_ in found["curve"]}
-    assert sent[10] == 0
-    assert 0 < sent[20] < sent[30] == sent[40] < sent[50] < sent[60]
-    assert scores[30] == scores[40]  # in the third block nothing is agreed anew
+    assert sent[2] == sent[4] == 0
+    assert 0 < sent[6] == sent[8] < sent[10] < sent[12]
+    assert scores[6] == scores[8]  # in the second block nothing is agreed anew
     dense = trained(Run("vit-digits", "adamw", "dense", 1.0, 0.0, 2, 0, 2))["bytes_a_step"]
-    assert found["bytes_a_step"] < 0.001 * dense
+    assert found["bytes_a_step"] < 0.002 * dense
 
 
 def test_a_training_whose_bytes_on_the_way_are_not_in_the_record_is_made_anew_and_its_bytes_count(tmp_path):

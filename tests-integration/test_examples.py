@@ -13,7 +13,6 @@ HERE = Path(__file__).parent
 ELSEWHERE = {
     "ddp_digits.py": "digits_cases.py",
     "eager_diloco.py": "test_eager_diloco.py",
-    "sparseloco_digits.py": "test_sparseloco.py",
     "gtopk_mpi.sh": "test_published_commands.py",
     "accelerate": "../tests-ecosystem/test_frameworks.py",
     "hsdp": "test_hsdp_example.py",

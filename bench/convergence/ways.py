@@ -156,7 +156,8 @@ WAYS: dict[str, Way] = {
     "torch PowerSGD hook": _peer("torch", selects=False),
     "diloco": _peer("periodic", selects=False, optimizers=("adamw", "muon")),
     "diloco int2": _peer("periodic", selects=False, optimizers=("adamw", "muon")),
-    "sparseloco": _peer("periodic", optimizers=("adamw",)),
+    "diloco often": _peer("periodic", selects=False, optimizers=("adamw", "muon")),
+    "sparseloco": _peer("periodic", optimizers=("adamw", "muon")),
 }
 
 

@@ -9,6 +9,7 @@ from local_sgd.algorithms.easgd import EASGD
 from local_sgd.algorithms.local_sgd import LocalSGD
 from local_sgd.algorithms.overlap import OverlapLocalSGD
 from local_sgd.algorithms.slowmo import SlowMo
+from local_sgd.algorithms.sparseloco import SparseLoCo
 from local_sgd.algorithms.streaming_diloco import StreamingDiLoCo
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rule import Part, Rule
@@ -23,6 +24,7 @@ ALGORITHMS: dict[str, Callable[..., PeriodicAveraging]] = {
     "overlap-local-sgd": OverlapLocalSGD,
     "diloco": DiLoCo,
     "streaming-diloco": StreamingDiLoCo,
+    "sparseloco": SparseLoCo,
 }
 """Algorithms by name. A new one is its own file and one line here; tests, trainer and benchmark read this table."""
 
@@ -38,6 +40,7 @@ __all__ = [
     "PeriodicAveraging",
     "Rule",
     "SlowMo",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "__version__",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
@@ -41,7 +42,8 @@ class Sparsifier(Protocol):
 Compress: TypeAlias = str | Sparsifier | None
 Allreduce: TypeAlias = Callable[[Any, Communicator], Any]
 """allreduce(sent, comm): sum over ranks of what a `Sparsifier` sends, or a `Work` of it, which then runs while
-`StreamingDiLoCo` computes. `.total` is dense, or has `to_dense()`; `.dropped` is for `Sparsifier.restore`, or None."""
+`StreamingDiLoCo` computes. `.total` is dense, or has `to_dense()`; or there is `.mean`, which no weight divides.
+`.dropped` is for `Sparsifier.restore`, or None."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Compression:
         """Text that is the same on every rank."""
         return str(self.compress) if isinstance(self.compress, str | None) else type(self.compress).__name__
 
-    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> RoundedSum | SparseSum | None:
+    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> ResidualSum | SparseSum | None:
         """Compressed sum of these parts over ranks; None without compression."""
         if self.compress is None:
             return None
@@ -99,40 +101,37 @@ class Selected:
     sent: Any
 
 
-class RoundedSum:
-    """Sum over ranks rounded to 8, 4 or 2 bits an element (`quantised_allreduce`), with a residual for each part.
+class ResidualSum(ABC):
+    """Sum over ranks of parts, in fewer bytes, with a residual for each part.
 
-    Residuals hold the error of float64 in float32, too. carries_nan: a NaN reaches every rank, in its own block.
+    Attributes:
+        carries_nan: Whether a NaN reaches every rank through the sum itself.
+        kind: Name in checkpoints.
+        residuals: Residual of each part, by its id.
     """
 
-    carries_nan: ClassVar[bool] = True
-    kind: ClassVar[str] = "rounded"
+    carries_nan: ClassVar[bool]
+    kind: ClassVar[str]
 
-    def __init__(self, parts: Sequence[Part], bits: int, comm: Communicator, what: str) -> None:
-        self._parts, self._bits, self._comm, self._what = parts, bits, comm, what
-        self._residuals = {id(part): torch.zeros_like(part.gather()) for part in parts}
+    def __init__(self, parts: Sequence[Part], comm: Communicator, what: str) -> None:
+        self._parts, self._comm, self._what = parts, comm, what
+        self.residuals = {id(part): torch.zeros_like(part.gather()) for part in parts}
 
+    @abstractmethod
     def select(self, part: Part, x: Tensor) -> Selected:
         """Adds the part's residual to x, which it takes over, to be sent."""
-        x += self._residuals[id(part)]
-        return Selected(part, x, x.float())
 
+    @abstractmethod
     def launch(self, selected: Selected) -> Any:
         """Starts the sum of what was selected; again, where the group has changed."""
-        x = selected.given
-        facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
-        schedule = schedules.quantised_allreduce(selected.sent, self._comm.rank, self._comm.size, bits=self._bits)
-        return start(schedule, self._comm, facts=facts, device=x.device)
 
+    @abstractmethod
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, the old one stays, and nothing is lost."""
-        if applied:
-            rounded_off = selected.given - selected.sent
-            self._residuals[id(selected.part)] = rounded_off.add_(result.dropped)
 
     def state_dict(self) -> dict[str, Any]:
         """All residuals, by parameter."""
-        return by_name(self._parts, [self._residuals[id(part)] for part in self._parts])
+        return by_name(self._parts, [self.residuals[id(part)] for part in self._parts])
 
     def check(self, residuals: Mapping[str, Any]) -> None:
         """Raises ValueError for a state that does not fit."""
@@ -140,7 +139,36 @@ class RoundedSum:
 
     def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
         """Restores residuals that `check` accepted."""
-        self._residuals = {id(part): part.flat_of(residuals) for part in self._parts}
+        self.residuals = {id(part): part.flat_of(residuals) for part in self._parts}
+
+
+class RoundedSum(ResidualSum):
+    """Sum over ranks rounded to 8, 4 or 2 bits an element (`quantised_allreduce`).
+
+    Residuals hold the error of float64 in float32, too. A NaN reaches every rank, in its own block.
+    """
+
+    carries_nan = True
+    kind = "rounded"
+
+    def __init__(self, parts: Sequence[Part], bits: int, comm: Communicator, what: str) -> None:
+        super().__init__(parts, comm, what)
+        self._bits = bits
+
+    def select(self, part: Part, x: Tensor) -> Selected:
+        x += self.residuals[id(part)]
+        return Selected(part, x, x.float())
+
+    def launch(self, selected: Selected) -> Any:
+        x = selected.given
+        facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
+        schedule = schedules.quantised_allreduce(selected.sent, self._comm.rank, self._comm.size, bits=self._bits)
+        return start(schedule, self._comm, facts=facts, device=x.device)
+
+    def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
+        if applied:
+            rounded_off = selected.given - selected.sent
+            self.residuals[id(selected.part)] = rounded_off.add_(result.dropped)
 
 
 class SparseSum:
@@ -205,7 +233,7 @@ class CompressedAveraging(Averaging):
     """
 
     def __init__(
-        self, comm: Communicator, what: str, parts: Sequence[Part], anchor: str, sums: RoundedSum | SparseSum
+        self, comm: Communicator, what: str, parts: Sequence[Part], anchor: str, sums: ResidualSum | SparseSum
     ) -> None:
         super().__init__(comm, what, native=False)
         self._parts, self._anchor, self._compressed = parts, anchor, sums
@@ -230,22 +258,24 @@ class CompressedAveraging(Averaging):
     def _taken(self, totals: list[Any]) -> Arrived:
         head, *results = totals
         weight, unfinished = head.tolist()
-        totals = list(map(_total, self._given, results))
-        applied = bool(weight) and all(map(all_finite, totals))
+        changes = [_mean(each, result, weight or 1.0) for each, result in zip(self._given, results, strict=True)]
+        applied = bool(weight) and all(map(all_finite, changes))
         for each, result in zip(self._given, results, strict=True):
             self._compressed.feed_back(each, result, applied=applied)
         if not weight:
             return Arrived([], 0.0, int(unfinished))
-        means = [each.part[self._anchor] + total / weight for each, total in zip(self._given, totals, strict=True)]
+        means = [each.part[self._anchor] + change for each, change in zip(self._given, changes, strict=True)]
         return Arrived(means, weight, int(unfinished))
 
 
-def _total(selected: Selected, result: Any) -> Tensor:
-    """Total over ranks as a vector."""
-    total: Tensor = result.total if isinstance(result.total, Tensor) else result.total.to_dense()
-    if total.numel() != selected.given.numel():
-        raise ValueError(f"allreduce gave a total of {total.numel()} elements for a change of {selected.given.numel()}")
-    return total.reshape(-1).to(selected.given)
+def _mean(selected: Selected, result: Any, weight: float) -> Tensor:
+    """Mean over ranks as a vector: the result's own, or its total by the weight."""
+    found = result.total if hasattr(result, "total") else result.mean
+    dense: Tensor = found if isinstance(found, Tensor) else found.to_dense()
+    if dense.numel() != selected.given.numel():
+        raise ValueError(f"allreduce gave a total of {dense.numel()} elements for a change of {selected.given.numel()}")
+    dense = dense.reshape(-1).to(selected.given)
+    return dense / weight if hasattr(result, "total") else dense * (weight / weight)  # a NaN weight reaches it, too
 
 
 def _vectors(cut: list[Any]) -> str:

@@ -197,6 +197,7 @@ COMPRESS = Flag(
     "the change since the last agreed model travels in so many bits, what is rounded off later",
     choices=("none", "int8", "int4", "int2"),
 )
+DECAY = Flag("decay", 0.95, "of what has not been sent, each block", read=quantities.momentum)
 FRAGMENTS = Flag("fragments", 4, "that travel one after another", read=quantities.count)
 DELAY = Flag("delay", 1, "between a fragment's launch and its use", read=quantities.count_or_zero, metavar="STEPS")
 PERIODIC = Synchronisation(
@@ -217,6 +218,13 @@ AVERAGING: dict[str, dict[str, Any]] = {
         "check": _check_alpha,
     },
     "diloco": {"flags": (replace(SYNC_EVERY, default=20), *OUTER, COMPRESS)},
+    "sparseloco": {
+        "flags": (
+            replace(SYNC_EVERY, default=15),
+            replace(DENSITY, default=1 / 64, says="share of each 4,096 elements that is sent, in 2 bits"),
+            DECAY,
+        )
+    },
     "streaming-diloco": {
         "flags": (replace(SYNC_EVERY, default=20), replace(ALPHA, default=0.5), *OUTER, COMPRESS, FRAGMENTS, DELAY),
         "check": _check_alpha,

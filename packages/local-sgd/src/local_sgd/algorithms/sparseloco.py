@@ -1,0 +1,188 @@
+"""SparseLoCo, sparse low-communication training (Sarfi et al., 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from communicators import Communicator, Schedule, Work, schedules, start
+from torch import Tensor
+from torch.optim import Optimizer
+
+from local_sgd.compression import Compression, ResidualSum, Selected
+from local_sgd.driver import Driver
+from local_sgd.outer import MakeOptimizer, MakeScheduler, OuterStep
+from local_sgd.periodic import PeriodicAveraging
+from local_sgd.rule import Part
+from local_sgd.settings import Every, Settings, number
+
+CHUNK, BITS = 4096, 14
+PLAIN: MakeOptimizer = partial(torch.optim.SGD, lr=0.7)
+
+
+class SparseLoCo(PeriodicAveraging):
+    """Runs DiLoCo whose ranks send few elements of a block's change, in 2 bits each, averaged over those who sent them.
+
+        a ← β·e + z − x;  s ← the largest of each chunk of a, in 2 bits;  e ← a − s
+        Δᵢ ← the mean of sᵢ over the ranks that sent one;  z ← outer(z, Δ);  x ← z               every τ steps
+
+    An element waits 1/density blocks on average, so that training must have many times as many of them. The decaying
+    residual e stands in for an outer momentum. The model is z.
+
+    Differs from the paper's code: chunks are of all parameters of a group and dtype in a row, not squares of each
+    matrix; the two magnitudes of a chunk are the means of those above and below its mean, where the code has four
+    levels for each tensor.
+
+    Args:
+        optimizer: Inner optimizer, AdamW in the paper.
+        sync_every: τ, see `LocalSGD`.
+        density: Share of each chunk of 4,096 elements that is sent, one element at least; the paper's are 0.8 to 3 %.
+        decay: 0 ≤ β ≤ 1, of the residual each block. What it takes off is lost; at 1 nothing is, but residuals of
+            old blocks then count as much as new ones.
+        outer: See `DiLoCo`; default SGD of rate 0.7.
+        outer_scheduler: See `DiLoCo`.
+        **settings: See `PeriodicAveraging`; `native` and `weighted` are refused.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        sync_every: Every = 15,
+        density: float = 1 / 64,
+        decay: float = 0.95,
+        outer: MakeOptimizer = PLAIN,
+        outer_scheduler: MakeScheduler | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        if settings.get("weighted"):
+            raise ValueError("SparseLoCo takes the mean over who sent an element, without weights: leave weighted out")
+        driver = Driver(InChunks(density=density, decay=decay))
+        super().__init__(optimizer, OuterStep(outer, outer_scheduler), sync_every=sync_every, driver=driver, **settings)
+
+
+@dataclass(frozen=True)
+class InChunks(Compression):
+    """Settings of a `ChunkMean`."""
+
+    density: float = 1 / 64
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 0 < number("density", self.density) <= 1:
+            raise ValueError(f"density is {self.density}, expected above 0, and 1 at most")
+        if not 0 <= number("decay", self.decay) <= 1:
+            raise ValueError(f"decay is {self.decay}, expected 0 ≤ decay ≤ 1")
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        """Text that is the same on every rank."""
+        return f"{self.density:.4g} in 2 bits, decay {self.decay:.4g}"
+
+    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> ChunkMean:
+        return ChunkMean(parts, self, comm, what)
+
+
+class Mean(NamedTuple):
+    """Result of a `ChunkMean`'s exchange."""
+
+    mean: Tensor
+
+
+class ChunkMean(ResidualSum):
+    """Mean of the largest elements of each chunk over the ranks that sent them; its law: s + e′ = β·e + Δ."""
+
+    carries_nan = False
+    kind = "chunks"
+
+    def __init__(self, parts: Sequence[Part], settings: InChunks, comm: Communicator, what: str) -> None:
+        super().__init__(parts, comm, what)
+        self._settings = settings
+
+    def select(self, part: Part, x: Tensor) -> Selected:
+        x.add_(self.residuals[id(part)], alpha=self._settings.decay)
+        return Selected(part, x, encoded(x, self._settings.density))
+
+    def launch(self, selected: Selected) -> Work[Mean]:
+        given, comm = selected.given, self._comm
+        facts = f"{self._what}.average() of {given.numel()} elements, {given.dtype}, {self._settings}"
+        schedule = self._mean(selected.sent, given, comm.rank, comm.size)
+        return start(schedule, comm, facts=facts, device=given.device)
+
+    def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
+        if applied:
+            own, _ = decoded(selected.sent, selected.given, self._settings.density)
+            self.residuals[id(selected.part)] = selected.given - own
+
+    def _mean(self, message: Tensor, like: Tensor, rank: int, size: int) -> Schedule[Mean]:
+        total = senders = torch.zeros_like(like)
+        for each in (yield from schedules.allgather_blocks(message, [len(message)] * size, rank, size)):
+            values, places = decoded(each, like, self._settings.density)
+            total, senders = total + values, senders + places
+        return Mean(total / senders.clamp(min=1))
+
+
+def encoded(x: Tensor, density: float) -> Tensor:
+    """Bytes of the largest elements of each chunk of 1-D x."""
+    pieces = [_encoded(rows, _count(rows, density)) for rows in _rows(x)]
+    return torch.cat(pieces) if pieces else x.new_empty(0, dtype=torch.uint8)
+
+
+def decoded(message: Tensor, like: Tensor, density: float) -> tuple[Tensor, Tensor]:
+    """What `encoded` kept, as a vector like that one, and 1 at its places."""
+    values, places, begin = torch.zeros_like(like), torch.zeros_like(like), 0
+    for of_values, of_places in zip(_rows(values), _rows(places), strict=True):
+        count = _count(of_values, density)
+        end = begin + 4 * len(of_values) + 7 * -(-len(of_values) * count // 4)
+        at, found = _decoded(message[begin:end], len(of_values), count, like.dtype)
+        of_values.scatter_(1, at, found)
+        of_places.scatter_(1, at, 1.0)
+        begin = end
+    return values, places
+
+
+def _count(rows: Tensor, density: float) -> int:
+    return max(1, round(density * rows.shape[1]))
+
+
+def _rows(x: Tensor) -> Iterator[Tensor]:
+    """Views: rows of 4,096 elements, and the last elements as a row of their own."""
+    whole = len(x) // CHUNK * CHUNK
+    if whole:
+        yield x[:whole].view(-1, CHUNK)
+    if whole < len(x):
+        yield x[whole:].view(1, -1)
+
+
+def _encoded(rows: Tensor, count: int) -> Tensor:
+    """Largest elements of each row as bytes: two magnitudes in bfloat16 a row, then 14 bits an element, 4 in 7 bytes.
+
+    An element's magnitude is the mean of those above the row's mean, or of the others. Its number is 4 · its place, +2
+    if it is negative, +1 if it is among those above.
+    """
+    places = rows.abs().topk(count, 1).indices.sort(1).values
+    values = rows.gather(1, places)
+    sizes = values.abs()
+    above = sizes > sizes.mean(1, keepdim=True)
+    means = [(sizes * of).sum(1) / of.sum(1).clamp(min=1) for of in (~above, above)]
+    most = torch.finfo(torch.bfloat16).max
+    levels = torch.stack(means, 1).to(torch.bfloat16).clamp(max=most)
+    numbers = (4 * places + 2 * (values < 0) + above).view(-1)
+    groups = torch.cat([numbers, numbers.new_zeros(-len(numbers) % 4)]).view(-1, 4)
+    words = (groups << (BITS * torch.arange(4, device=rows.device))).sum(1)
+    return torch.cat([levels.view(torch.uint8).view(-1), words.view(torch.uint8).view(-1, 8)[:, :7].reshape(-1)])
+
+
+def _decoded(message: Tensor, rows: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Places and values that `_encoded` was given, of (rows, count)."""
+    levels = message[: 4 * rows].clone().view(torch.bfloat16).view(rows, 2).to(dtype)
+    words = torch.nn.functional.pad(message[4 * rows :].view(-1, 7), (0, 1)).view(torch.int64)
+    numbers = (words >> (BITS * torch.arange(4, device=message.device))) & ((1 << BITS) - 1)
+    numbers = numbers.view(-1)[: rows * count].view(rows, count)
+    values = levels.gather(1, numbers & 1)
+    return numbers >> 2, torch.where(numbers & 2 > 0, -values, values)
