@@ -99,7 +99,7 @@ def cases(size: int) -> Iterator[tuple[str, Case]]:
     )
     for algorithm, inner in itertools.product(PERIODIC, ("sgd", "adamw")):
         yield f"periodic {algorithm} {inner}", partial(_periodic, algorithm=algorithm, inner=inner)
-    for algorithm, compress in itertools.product(("local-sgd", "diloco"), ("int8", "int4")):
+    for algorithm, compress in itertools.product(("local-sgd", "diloco"), ("int8", "int4", "int2")):
         yield f"periodic {algorithm} compress={compress}", partial(_periodic, algorithm=algorithm, compress=compress)
     for quorum in ("solo", "majority", size):
         yield f"eager {'all' if quorum == size else quorum}", partial(_eager, quorum=quorum)

@@ -13,7 +13,7 @@ from torch import nn
 VARIANTS = [
     *ALGORITHMS.values(),
     partial(LocalSGD, compress="int8"),
-    partial(StreamingDiLoCo, compress="int4"),
+    partial(StreamingDiLoCo, compress="int2"),
 ]
 STEPS = 11
 

@@ -9,7 +9,7 @@ from bench.record import Row
 
 DRAWN = {"gtopk": "o-", "topk-allgather": "s--", "topk-dsa": "^:", "oktopk": "x-.", "spardl": "v-"}
 """Algorithms, and how their lines look."""
-WHOLE = {"powersgd": "P", "dense-int8": "D", "dense bf16": "h"}
+WHOLE = {"powersgd": "P", "dense-int8": "D", "dense bf16": "h", "diloco": "*"}
 """Ways without a density, beside them where bytes are what counts."""
 PLACES, MARKS = (0.1, 0.01, 0.001), (-5, -2, -1, 0, 1, 2, 5, 10, 20, 30)
 Places = dict[float, tuple[float, float, float]]

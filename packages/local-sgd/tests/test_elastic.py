@@ -7,7 +7,7 @@ import torch
 from communicators import Dies, Elastic, SimulatedWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo, StreamingDiLoCo
+from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
 from local_sgd.compression import CompressedAveraging
 from sparse_collectives import sparse_allreduce
 from sparse_compress import ErrorFeedback, TopK
@@ -40,6 +40,8 @@ KINDS = {
     "Overlap": OverlapLocalSGD,
     "DiLoCo": functools.partial(DiLoCo, outer_scheduler=COSINE),
     "DiLoCo, int4": functools.partial(DiLoCo, compress="int4", weighted=True),
+    "DiLoCo, int2": functools.partial(DiLoCo, compress="int2"),
+    "SparseLoCo": functools.partial(SparseLoCo, density=0.1),
     "Streaming": functools.partial(StreamingDiLoCo, fragments=2, delay=1, outer_scheduler=COSINE),
     "Streaming, int8": functools.partial(StreamingDiLoCo, fragments=2, delay=0, compress="int8", buffers="average"),
     "Streaming, sparse": functools.partial(sparse, StreamingDiLoCo, fragments=2, delay=3),
@@ -233,7 +235,7 @@ def test_a_donor_or_newcomer_may_die_amid_joining(kind, dying, late, generation)
     check_agreement(results, said)
 
 
-@pytest.mark.parametrize("kind", ["LocalSGD, int8", "DiLoCo, int4"])
+@pytest.mark.parametrize("kind", ["LocalSGD, int8", "DiLoCo, int4", "DiLoCo, int2"])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(dying=st.integers(0, RANKS - 1), part=st.floats(0.1, 0.9))
 def test_compression_loses_nothing_but_what_died(kind, dying, part):
@@ -242,7 +244,7 @@ def test_compression_loses_nothing_but_what_died(kind, dying, part):
 
     def noted(self, totals):
         arrived, (each,) = original(self, totals), self._given
-        residual = self._compressed._residuals[id(each.part)].double()
+        residual = self._compressed.residuals[id(each.part)].double()
         self._noted += 1
         if arrived.means:
             taken.setdefault((self.ranks, self._noted), []).append(
