@@ -45,14 +45,16 @@ def test_steps_of_the_scale_are_carried_exactly(bits):
     assert torch.equal(unpacked(packed(x, bits), len(x), bits), x)
 
 
+@pytest.mark.parametrize(("bits", "scales"), [(8, 1), (4, 1), (2, 6)])
 @given(st.integers(1, BLOCK), st.sampled_from([0.1, 1.0, 3.0]), st.integers(0, 99))
-def test_two_bits_take_the_scale_that_leaves_the_least(numel, spread, seed):
-    """By trying each: among the powers of two down to 1/32 of the largest."""
+def test_the_scale_is_the_one_that_leaves_the_least(bits, scales, numel, spread, seed):
+    """By trying each power of two, from the least that clips nothing downwards."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))
-    left = float((x - unpacked(packed(x, 2), numel, 2)).double().square().sum())
-    highest = math.floor(math.log2(float(x.abs().max()) / 0.75))
-    tried = [(x / s).round().clamp(-1, 1) * s for s in (2.0 ** (highest - halved) for halved in range(6))]
+    left = float((x - unpacked(packed(x, bits), numel, bits)).double().square().sum())
+    most = 2 ** (bits - 1) - 1
+    highest = math.ceil(math.log2(float(x.abs().max()) / (most + 0.5)))
+    tried = [(x / s).round().clamp(-most, most) * s for s in (2.0 ** (highest - halved) for halved in range(scales))]
     assert left == pytest.approx(min(float((x - one).double().square().sum()) for one in tried), rel=1e-5)
 
 

@@ -42,8 +42,7 @@ class Sparsifier(Protocol):
 Compress: TypeAlias = str | Sparsifier | None
 Allreduce: TypeAlias = Callable[[Any, Communicator], Any]
 """allreduce(sent, comm): sum over ranks of what a `Sparsifier` sends, or a `Work` of it, which then runs while
-`StreamingDiLoCo` computes. `.total` is dense, or has `to_dense()`; or there is `.mean`, which no weight divides.
-`.dropped` is for `Sparsifier.restore`, or None."""
+`StreamingDiLoCo` computes. `.total` is dense, or has `to_dense()`; `.dropped` is for `Sparsifier.restore`, or None."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +117,16 @@ class ResidualSum(ABC):
         self.residuals = {id(part): torch.zeros_like(part.gather()) for part in parts}
 
     @abstractmethod
-    def select(self, part: Part, x: Tensor) -> Selected:
-        """Adds the part's residual to x, which it takes over, to be sent."""
+    def select(self, part: Part, x: Tensor, weight: float) -> Selected:
+        """Adds the part's residual to x, which it takes over, to be sent; weight: this rank's, 0 if it has finished."""
 
     @abstractmethod
     def launch(self, selected: Selected) -> Any:
         """Starts the sum of what was selected; again, where the group has changed."""
+
+    def mean(self, selected: Selected, result: Any, weight: float) -> Tensor:
+        """Mean over ranks as a vector, of their total weight."""
+        return _by_weight(selected, result.total, weight)
 
     @abstractmethod
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
@@ -155,7 +158,7 @@ class RoundedSum(ResidualSum):
         super().__init__(parts, comm, what)
         self._bits = bits
 
-    def select(self, part: Part, x: Tensor) -> Selected:
+    def select(self, part: Part, x: Tensor, weight: float) -> Selected:
         x += self.residuals[id(part)]
         return Selected(part, x, x.float())
 
@@ -181,14 +184,19 @@ class SparseSum:
         self._cut = [[list(part.names), part.bucket.numel] for part in parts]
         self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
 
-    def select(self, part: Part, x: Tensor) -> Selected:
+    def select(self, part: Part, x: Tensor, weight: float) -> Selected:
         """Selects what is sent of x plus the part's residual; takes x over."""
+        del weight
         with tracing.labelled("select"):
             return Selected(part, x, self._sparsifier.compress(part.names[0], x))
 
     def launch(self, selected: Selected) -> Any:
         """Starts the sum of what was selected; again, where the group has changed."""
         return self._allreduce(selected.sent, self._comm)
+
+    def mean(self, selected: Selected, result: Any, weight: float) -> Tensor:
+        """Mean over ranks as a vector, of their total weight."""
+        return _by_weight(selected, result.total, weight)
 
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, all that was sent goes back, and nothing is lost."""
@@ -245,7 +253,7 @@ class CompressedAveraging(Averaging):
             if not self._compressed.carries_nan and not all_finite(change):
                 spoilt = True
                 change.zero_()  # or it would stay in a residual
-            self._given.append(self._compressed.select(part, change))
+            self._given.append(self._compressed.select(part, change, weight))
         self._head = torch.tensor([math.nan if spoilt else weight, float(not finished)], dtype=torch.float64)
 
     def _summed(self, carry: Callable[..., Any]) -> list[Any]:
@@ -258,7 +266,8 @@ class CompressedAveraging(Averaging):
     def _taken(self, totals: list[Any]) -> Arrived:
         head, *results = totals
         weight, unfinished = head.tolist()
-        changes = [_mean(each, result, weight or 1.0) for each, result in zip(self._given, results, strict=True)]
+        given = zip(self._given, results, strict=True)
+        changes = [self._compressed.mean(each, result, weight or 1.0) for each, result in given]
         applied = bool(weight) and all(map(all_finite, changes))
         for each, result in zip(self._given, results, strict=True):
             self._compressed.feed_back(each, result, applied=applied)
@@ -268,14 +277,11 @@ class CompressedAveraging(Averaging):
         return Arrived(means, weight, int(unfinished))
 
 
-def _mean(selected: Selected, result: Any, weight: float) -> Tensor:
-    """Mean over ranks as a vector: the result's own, or its total by the weight."""
-    found = result.total if hasattr(result, "total") else result.mean
-    dense: Tensor = found if isinstance(found, Tensor) else found.to_dense()
+def _by_weight(selected: Selected, total: Any, weight: float) -> Tensor:
+    dense: Tensor = total if isinstance(total, Tensor) else total.to_dense()
     if dense.numel() != selected.given.numel():
         raise ValueError(f"allreduce gave a total of {dense.numel()} elements for a change of {selected.given.numel()}")
-    dense = dense.reshape(-1).to(selected.given)
-    return dense / weight if hasattr(result, "total") else dense * (weight / weight)  # a NaN weight reaches it, too
+    return dense.reshape(-1).to(selected.given) / weight
 
 
 def _vectors(cut: list[Any]) -> str:

@@ -197,7 +197,7 @@ COMPRESS = Flag(
     "the change since the last agreed model travels in so many bits, what is rounded off later",
     choices=("none", "int8", "int4", "int2"),
 )
-DECAY = Flag("decay", 0.95, "of what has not been sent, each block", read=quantities.momentum)
+DECAY = Flag("decay", 0.95, "factor on the residual, each block", read=quantities.momentum)
 FRAGMENTS = Flag("fragments", 4, "that travel one after another", read=quantities.count)
 DELAY = Flag("delay", 1, "between a fragment's launch and its use", read=quantities.count_or_zero, metavar="STEPS")
 PERIODIC = Synchronisation(

@@ -5,8 +5,8 @@ ICML 2019).
 
 Float32 travels in 8, 4 or 2 bits an element, and a byte a block of 1,024 for its scale, block by block, as 8-bit
 optimizers do (Dettmers et al., ICLR 2022). The scale is a power of two, so that what is rounded and what is left over
-are the input exactly. In 2 bits an element is a sign or zero; the scale is the one with the least squared error, and
-what it clips off large elements waits for the next sum.
+are the input exactly. Of 8 and 4 bits it is the least that clips nothing. In 2 bits an element is a sign or zero; the
+scale is then the one with the least squared error, and what it clips off large elements waits for the next sum.
 """
 
 from typing import NamedTuple
@@ -25,8 +25,8 @@ NOT_FINITE = -128
 LEAST = -126
 """The least exponent of a normal number."""
 
-SCALES = 6
-"""Number of scales that 2 bits choose from: the largest one and its halves, down to 1/32 of it."""
+SCALES = {8: 1, 4: 1, 2: 6}
+"""Number of scales to choose from, by bits: the least that clips nothing, and its halves."""
 
 PIECE = 64
 """Number of blocks that a CPU packs at a time, so that they stay in its cache: three times as fast as all at once."""
@@ -95,9 +95,8 @@ def _check(x: Tensor, bits: int) -> None:
 def packed(x: Tensor, bits: int = 8) -> Tensor:
     """Packs 1-D float32, from the beginning of a block on, into int8: all elements, then all exponents.
 
-    Each element becomes the nearest multiple of 2^e within 2^(bits − 1) − 1 steps. e is the least that clips nothing;
-    of 2 bits the one among the next smaller that leaves the least Σ (x − Q(x))². `x - unpacked(...)` is exact, except
-    that for a block with NaN or inf it is NaN.
+    Each element becomes the nearest multiple of 2^e within 2^(bits − 1) − 1 steps; of `SCALES` the one that leaves the
+    least Σ (x − Q(x))². `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN.
     """
     blocks = _in_blocks(x)
     pieces = torch.split(blocks, PIECE) if blocks.device.type == "cpu" else [blocks]
@@ -113,8 +112,8 @@ def _rounded(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     beyond = fraction >= (most + 0.5) / (most + 1)  # would be rounded to one step too many
     scale = (exponent - (bits - 1) + beyond.int()).clamp(LEAST, _most_exponent(bits))
     scale = torch.where(torch.isfinite(largest), scale, 0)
-    if bits == 2:
-        scale = (scale - _closest(blocks / _power(scale)[:, None])).clamp(min=LEAST)
+    if SCALES[bits] > 1:
+        scale = (scale - _halvings(blocks / _power(scale)[:, None], most, SCALES[bits])).clamp(min=LEAST)
     steps = (blocks / _power(scale)[:, None]).round().clamp(-most, most).nan_to_num(0.0)
     exponents = torch.where(torch.isfinite(largest), scale, NOT_FINITE)
     return steps.to(torch.int8), exponents.to(torch.int8)
@@ -142,11 +141,14 @@ def _most_exponent(bits: int) -> int:
     return 128 - bits
 
 
-def _closest(blocks: Tensor) -> Tensor:
-    """Number of halvings of step s = 1, by block, that gain most: by ±s where |x| > s/2, s·(2|x| − s) of Σ x²."""
-    twice = 2 * blocks.abs()
-    sizes = [2.0**-halved for halved in range(SCALES)]
-    return torch.stack([s * (twice - s).clamp(min=0).sum(1) for s in sizes]).argmax(0).int()
+def _halvings(blocks: Tensor, most: int, scales: int) -> Tensor:
+    """How often each block's step, 1, is to be halved for the least squared error with at most so many steps."""
+    errors = []
+    for halved in range(scales):
+        scaled = blocks * 2.0**halved
+        error = (scaled - scaled.round().clamp_(-most, most)).square_().sum(1)
+        errors.append(error * 4.0**-halved)
+    return torch.stack(errors).argmin(0).int()
 
 
 def _joined(steps: Tensor, bits: int) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from communicators import Communicator, Schedule, Work, schedules, start
@@ -20,17 +21,17 @@ from local_sgd.rule import Part
 from local_sgd.settings import Every, Settings, number
 
 CHUNK, BITS = 4096, 14
-PLAIN: MakeOptimizer = partial(torch.optim.SGD, lr=0.7)
+SGD_07: MakeOptimizer = partial(torch.optim.SGD, lr=0.7)
 
 
 class SparseLoCo(PeriodicAveraging):
-    """Runs DiLoCo whose ranks send few elements of a block's change, in 2 bits each, averaged over those who sent them.
+    """Sends only the largest elements of a block's change, in 2 bits; each is averaged over the ranks that sent it.
 
         a ← β·e + z − x;  s ← the largest of each chunk of a, in 2 bits;  e ← a − s
         Δᵢ ← the mean of sᵢ over the ranks that sent one;  z ← outer(z, Δ);  x ← z               every τ steps
 
-    An element waits 1/density blocks on average, so that training must have many times as many of them. The decaying
-    residual e stands in for an outer momentum. The model is z.
+    On average an element is sent once in 1/density blocks, so a training needs many times that number. The decaying
+    residual e stands in for an outer momentum. A rank that has finished sends nothing, and keeps its e. The model is z.
 
     Differs from the paper's code: chunks are of all parameters of a group and dtype in a row, not squares of each
     matrix; the two magnitudes of a chunk are the means of those above and below its mean, where the code has four
@@ -54,12 +55,12 @@ class SparseLoCo(PeriodicAveraging):
         sync_every: Every = 15,
         density: float = 1 / 64,
         decay: float = 0.95,
-        outer: MakeOptimizer = PLAIN,
+        outer: MakeOptimizer = SGD_07,
         outer_scheduler: MakeScheduler | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        if settings.get("weighted"):
-            raise ValueError("SparseLoCo takes the mean over who sent an element, without weights: leave weighted out")
+        if refused := [name for name in ("weighted", "native") if settings.get(name)]:
+            raise ValueError(f"SparseLoCo averages over who sent an element, without {refused[0]}=True: leave it out")
         driver = Driver(InChunks(density=density, decay=decay))
         super().__init__(optimizer, OuterStep(outer, outer_scheduler), sync_every=sync_every, driver=driver, **settings)
 
@@ -82,16 +83,10 @@ class InChunks(Compression):
 
     def __repr__(self) -> str:
         """Text that is the same on every rank."""
-        return f"{self.density:.4g} in 2 bits, decay {self.decay:.4g}"
+        return f"chunks(density={self.density!r}, decay={self.decay!r})"
 
     def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> ChunkMean:
         return ChunkMean(parts, self, comm, what)
-
-
-class Mean(NamedTuple):
-    """Result of a `ChunkMean`'s exchange."""
-
-    mean: Tensor
 
 
 class ChunkMean(ResidualSum):
@@ -104,27 +99,34 @@ class ChunkMean(ResidualSum):
         super().__init__(parts, comm, what)
         self._settings = settings
 
-    def select(self, part: Part, x: Tensor) -> Selected:
-        x.add_(self.residuals[id(part)], alpha=self._settings.decay)
-        return Selected(part, x, encoded(x, self._settings.density))
+    def select(self, part: Part, x: Tensor, weight: float) -> Selected:
+        residual, density = self.residuals[id(part)], self._settings.density
+        if not weight:
+            return Selected(part, residual.clone(), encoded(x.zero_(), density))
+        x.add_(residual, alpha=self._settings.decay)
+        return Selected(part, x, encoded(x, density))
 
-    def launch(self, selected: Selected) -> Work[Mean]:
+    def launch(self, selected: Selected) -> Work[Tensor]:
         given, comm = selected.given, self._comm
         facts = f"{self._what}.average() of {given.numel()} elements, {given.dtype}, {self._settings}"
         schedule = self._mean(selected.sent, given, comm.rank, comm.size)
         return start(schedule, comm, facts=facts, device=given.device)
 
+    def mean(self, selected: Selected, result: Tensor, weight: float) -> Tensor:
+        return torch.full_like(result, math.nan) if math.isnan(weight) else result
+
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         if applied:
-            own, _ = decoded(selected.sent, selected.given, self._settings.density)
-            self.residuals[id(selected.part)] = selected.given - own
+            places, values = decoded(selected.sent, selected.given, self._settings.density)
+            self.residuals[id(selected.part)] = selected.given.index_add_(0, places, values, alpha=-1)
 
-    def _mean(self, message: Tensor, like: Tensor, rank: int, size: int) -> Schedule[Mean]:
-        total = senders = torch.zeros_like(like)
+    def _mean(self, message: Tensor, like: Tensor, rank: int, size: int) -> Schedule[Tensor]:
+        total, senders = torch.zeros_like(like), torch.zeros_like(like)
         for each in (yield from schedules.allgather_blocks(message, [len(message)] * size, rank, size)):
-            values, places = decoded(each, like, self._settings.density)
-            total, senders = total + values, senders + places
-        return Mean(total / senders.clamp(min=1))
+            places, values = decoded(each, like, self._settings.density)
+            total.index_add_(0, places, values)
+            senders.index_add_(0, places, (values != 0).to(values))
+        return total / senders.clamp(min=1)
 
 
 def encoded(x: Tensor, density: float) -> Tensor:
@@ -134,16 +136,18 @@ def encoded(x: Tensor, density: float) -> Tensor:
 
 
 def decoded(message: Tensor, like: Tensor, density: float) -> tuple[Tensor, Tensor]:
-    """What `encoded` kept, as a vector like that one, and 1 at its places."""
-    values, places, begin = torch.zeros_like(like), torch.zeros_like(like), 0
-    for of_values, of_places in zip(_rows(values), _rows(places), strict=True):
-        count = _count(of_values, density)
-        end = begin + 4 * len(of_values) + 7 * -(-len(of_values) * count // 4)
-        at, found = _decoded(message[begin:end], len(of_values), count, like.dtype)
-        of_values.scatter_(1, at, found)
-        of_places.scatter_(1, at, 1.0)
-        begin = end
-    return values, places
+    """Places, each once, and values of the elements in a message of a vector like that one; zeros were not sent."""
+    at = [torch.empty(0, dtype=torch.int64, device=like.device)]
+    found, begin, first = [like.new_empty(0)], 0, 0
+    for rows in _rows(like):
+        count = _count(rows, density)
+        end = begin + 4 * len(rows) + 7 * -(-len(rows) * count // 4)
+        places, values = _decoded(message[begin:end], len(rows), count, like.dtype)
+        starts = first + CHUNK * torch.arange(len(rows), device=like.device)
+        at.append((places + starts[:, None]).view(-1))
+        found.append(values.view(-1))
+        begin, first = end, first + rows.numel()
+    return torch.cat(at), torch.cat(found)
 
 
 def _count(rows: Tensor, density: float) -> int:
@@ -162,16 +166,15 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
 def _encoded(rows: Tensor, count: int) -> Tensor:
     """Largest elements of each row as bytes: two magnitudes in bfloat16 a row, then 14 bits an element, 4 in 7 bytes.
 
-    An element's magnitude is the mean of those above the row's mean, or of the others. Its number is 4 · its place, +2
-    if it is negative, +1 if it is among those above.
+    A magnitude is the mean of the elements above the row's mean, or of the others; zeros have one to themselves. An
+    element's number is 4 · its place, +2 if it is negative, +1 if it is among those above.
     """
-    places = rows.abs().topk(count, 1).indices.sort(1).values
+    places = rows.abs().topk(count, 1, sorted=False).indices.sort(1).values
     values = rows.gather(1, places)
-    sizes = values.abs()
-    above = sizes > sizes.mean(1, keepdim=True)
+    sizes = values.abs().double()
+    above = sizes > torch.where(sizes.amin(1) > 0, sizes.mean(1), 0)[:, None]
     means = [(sizes * of).sum(1) / of.sum(1).clamp(min=1) for of in (~above, above)]
-    most = torch.finfo(torch.bfloat16).max
-    levels = torch.stack(means, 1).to(torch.bfloat16).clamp(max=most)
+    levels = torch.stack(means, 1).clamp(max=torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
     numbers = (4 * places + 2 * (values < 0) + above).view(-1)
     groups = torch.cat([numbers, numbers.new_zeros(-len(numbers) % 4)]).view(-1, 4)
     words = (groups << (BITS * torch.arange(4, device=rows.device))).sum(1)
@@ -179,7 +182,7 @@ def _encoded(rows: Tensor, count: int) -> Tensor:
 
 
 def _decoded(message: Tensor, rows: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Places and values that `_encoded` was given, of (rows, count)."""
+    """Places in their rows, and values, of (rows, count)."""
     levels = message[: 4 * rows].clone().view(torch.bfloat16).view(rows, 2).to(dtype)
     words = torch.nn.functional.pad(message[4 * rows :].view(-1, 7), (0, 1)).view(torch.int64)
     numbers = (words >> (BITS * torch.arange(4, device=message.device))) & ((1 << BITS) - 1)
