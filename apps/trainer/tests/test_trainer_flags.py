@@ -59,7 +59,8 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--density 0", "expected 0 < density <= 1"),
         (
             "--density 0.1",
-            "--density 0.1 is for topk-allgather, topk-dsa, gtopk, oktopk, spardl, auto; dense has no density",
+            "--density 0.1 is for topk-allgather, topk-dsa, gtopk, oktopk, spardl, sparseloco, auto; "
+            "dense has no density",
         ),
         ("--algorithm powersgd --density 0.01", "powersgd has no density"),
         ("--algorithm dense-int8 --wire bf16", "dense-int8 has no wire"),
@@ -229,7 +230,7 @@ def test_settings_leave_out_what_shapes_no_number(app: App) -> None:
 @pytest.mark.parametrize("algorithm", MAKERS)
 def test_own_flags_reach_a_periodic_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {"sync_every": 7, "alpha": 0.25, "beta": 0.1, "block_rate": 0.9, "outer_rate": 0.3, "outer_momentum": 0.2}
-    changed |= {"block_momentum": 0.6, "compress": "int8", "fragments": 2, "delay": 3}
+    changed |= {"block_momentum": 0.6, "compress": "int8", "fragments": 2, "delay": 3, "density": 0.1, "decay": 0.5}
     own = {flag.name: changed[flag.name] for flag in TABLE[algorithm].flags}
     asked: list[dict[str, Any]] = []
     real = MAKERS[algorithm]
