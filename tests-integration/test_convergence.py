@@ -57,6 +57,11 @@ def test_a_training_whose_bytes_on_the_way_are_not_in_the_record_is_made_anew_an
     assert (row["seeds"], row["bytes_a_step"]) == (2, lines[-1]["bytes_a_step"])
 
 
+def test_an_optimizer_that_is_for_none_of_the_tasks_is_told(tmp_path):
+    with pytest.raises(SystemExit, match=r"none of --optimizers \['muon'\] is for --tasks \['cnn-digits'\]"):
+        convergence(["--tasks", "cnn-digits", "--optimizers", "muon", "--output", str(tmp_path)])
+
+
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_largest_of_the_sum_are_those_of_all_that_ranks_have(size):
     dense = list(torch.randint(-99, 99, (size, 40), generator=torch.Generator().manual_seed(size)).float())

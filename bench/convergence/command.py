@@ -38,6 +38,10 @@ def main(argv: Sequence[str] = ()) -> None:
     options = _asked(argv)
     known = _known(options.output)
     runs = list(_runs(options))
+    if not runs:
+        raise SystemExit(
+            f"none of --optimizers {options.optimizers} is for --tasks {options.tasks} and --ways {options.ways}"
+        )
     for number, run in enumerate(runs, 1):
         if not _is_whole(known.get(_key(run))):
             known[_key(run)] = found = {**asdict(run), **trained(run)}

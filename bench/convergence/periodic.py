@@ -2,7 +2,7 @@
 
 DiLoCo with Muon inside is MuLoCo (Thérien et al., 2025). Outer momentum is 0.6, rates are 1/2 of the task's for AdamW
 and 1 of that for Muon: of 0.6 and 0.9, and of 1/4, 1/2, 1 and 2, the best on text of 8 ranks with another seed, or 1 %
-from it. SparseLoCo (Sarfi et al., 2025) sends each element but once in 1/density blocks: so it has short ones, and
+from it. SparseLoCo (Sarfi et al., 2025) sends an element about once in 1/density blocks: so it has short ones, and
 "diloco often" as many, both at the task's rate. Bytes are those of the messages, spread over the steps. On the way the
 model is the agreed one, of the last block that has ended.
 """

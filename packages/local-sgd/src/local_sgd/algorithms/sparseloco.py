@@ -39,10 +39,10 @@ class SparseLoCo(PeriodicAveraging):
 
     Args:
         optimizer: Inner optimizer, AdamW in the paper.
-        sync_every: τ, see `LocalSGD`.
+        sync_every: τ, see `PeriodicAveraging`.
         density: Share of each chunk of 4,096 elements that is sent, one element at least; the paper's are 0.8 to 3 %.
         decay: 0 ≤ β ≤ 1, of the residual each block. What it takes off is lost; at 1 nothing is, but residuals of
-            old blocks then count as much as new ones.
+            old blocks then count as much as those of new ones.
         outer: See `DiLoCo`; default SGD of rate 0.7.
         outer_scheduler: See `DiLoCo`.
         **settings: See `PeriodicAveraging`; `native` and `weighted` are refused.
