@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from communicators import CollectiveError, SimulatedWorld, run, testing
 from communicators.background.agreement import FACTS_BYTES, agreement
 from communicators.background.control import Control
+from communicators.background.engine import LISTEN_SECONDS
 from communicators.background.transport import CONTROL_BYTES
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,6 +111,59 @@ def test_who_has_not_heard_the_abort_reason_is_told_again():
     other = Control(Sender(2, 3))
     other.receive(message)
     assert (target, other.abort_reason) == (2, "first")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that a test advances."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("communicators.background.control.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def stopped_arbiter(clock, *mail, seconds=2.0):
+    """Rank 0 of 3, as it goes on; each time that it listens, one more message has come."""
+    mail = iter(mail)
+    arbiter = Control(Sender(0, 3))
+    arbiter.transport.read_control = lambda: [message for message in [next(mail, None)] if message]
+    arbiter.transport.unreachable = list
+    arbiter.listen()
+    clock.now += seconds
+    arbiter.listen()
+    return arbiter
+
+
+def messages_of_the_next_arbiter():
+    """Request, question and abort reason, which is another's here."""
+    next_one = Control(Sender(1, 3))
+    next_one.request_abort("first")
+    next_one.ask()
+    next_one._reason = "second"
+    next_one.lose(0)
+    return [message for peer, message in next_one.transport.sent if peer == 0]
+
+
+@pytest.mark.parametrize("others_decided", [True, False])
+def test_an_arbiter_that_was_stopped_hears_whether_others_have_decided_before_it_speaks(clock, others_decided):
+    *requests, abort = messages_of_the_next_arbiter()
+    arbiter = stopped_arbiter(clock, None, *requests, *([abort] if others_decided else []))
+    decided = []
+    for _ in range(7):
+        clock.now += LISTEN_SECONDS
+        arbiter.listen()
+        decided.append(arbiter.abort_reason)
+    assert decided[0] is None
+    assert set(decided[1:]) == ({"second"} if others_decided else {None, "first"})
+    assert arbiter.hears()
+
+
+def test_a_rank_that_is_always_slow_speaks_all_the_same(clock):
+    arbiter = stopped_arbiter(clock, seconds=0.3)
+    arbiter.transport.read_control = lambda: messages_of_the_next_arbiter()[:1]
+    for _ in range(3):
+        clock.now += 0.3
+        arbiter.listen()
+    assert arbiter.abort_reason == "first"
 
 
 @given(flip=st.integers(0, 1 << 20), rank=st.integers(0, 1))

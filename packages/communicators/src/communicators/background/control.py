@@ -11,9 +11,12 @@ reason that every rank raises.
 - A rank that gets no answer asks all others, who tell it the abort reason or ask the arbiter in its stead, so that one
   link that is dead does not make two reasons. Still without an answer it takes the next rank for the arbiter.
 - A rank that exits writes `departed` to all.
+- A rank that was itself stopped, or got no time to run, first reads what others have said meanwhile: they may have
+  taken the next arbiter. An abort reason among it counts before all else.
 """
 
 import json
+import math
 import threading
 import time
 import zlib
@@ -36,6 +39,12 @@ ABORT_SECONDS = 5.0
 
 After half of it all ranks are asked for one, after three quarters the next arbiter.
 """
+STALL_SECONDS = 0.25
+"""Time without reading control messages from which on a rank takes itself to have been stopped."""
+HEAR_SECONDS = 0.3
+"""Time after a stall in which what was said meanwhile is read, and nothing else is acted upon."""
+STALLS_APART_SECONDS = 5.0
+"""Least time between two stalls that count: a rank that is always slow goes on."""
 FAILED_DEPARTURE_SECONDS = 5.0
 """Longest time that the end of a process waits for the peers of a communicator that has failed."""
 
@@ -64,6 +73,8 @@ class Control:
         self._asked_by: set[int] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
         self._theirs: dict[int, tuple[int, str]] = {}
+        self._unread: list[bytes] = []
+        self._listened, self._woke = time.monotonic(), -math.inf
         self._waits: dict[int, tuple[int, list[int]]] = {}  # by rank: call and peers of its last long wait
 
     @property
@@ -96,7 +107,7 @@ class Control:
             if self.abort_reason is not None:
                 return
             if self.rank == self.arbiter:
-                self._decide(self._reason, self._others)
+                self._decide(self._reason)
             else:
                 self._write([self.arbiter], kind="request", rank=self.rank, reason=self._reason)
 
@@ -121,12 +132,22 @@ class Control:
         """Reads the control messages that have come, and answers; False where the transport has failed."""
         with self.lock, self._noted():
             if not self.released:
-                for message in self.transport.read_control():
-                    self.receive(message)
+                self._unread += self.transport.read_control()
+                self._note_stall(time.monotonic())
+                aborts = [message for message in self._unread if _is_abort(message)]
+                if aborts or self.hears():
+                    unread, self._unread = [*aborts, *self._unread], []
+                    for message in unread:
+                        self.receive(message)
                 for peer in set(self.transport.unreachable()) - self.lost:
                     self.lose(peer)
             return True
         return False
+
+    def hears(self) -> bool:
+        """Whether this rank has read its control messages for a while, so that it knows what others have decided."""
+        now = time.monotonic()
+        return now - self._listened < STALL_SECONDS and now - self._woke >= HEAR_SECONDS
 
     def receive(self, message: bytes) -> None:
         """Handles a control message that has come."""
@@ -148,7 +169,7 @@ class Control:
         elif kind != "abort" and self.abort_reason is not None:
             self._write([rank], kind="abort", reason=self.abort_reason)
         elif kind == "request":  # also where this is not the arbiter: the sender has lost those before it
-            self._decide(reason, self._others | {rank})
+            self._decide(reason)
         elif kind == "asks":
             self._asked_by.add(rank)
             self.request_abort(reason)
@@ -179,6 +200,11 @@ class Control:
             self.released = True
             self.transport.close()
 
+    def _note_stall(self, now: float) -> None:
+        if now - self._listened > STALL_SECONDS and now - self._woke > STALLS_APART_SECONDS:
+            self._woke = now
+        self._listened = now
+
     def _compare(self, number: int, rank: int, facts: str) -> None:
         mine = self._mine.get(number)
         if mine is None:
@@ -187,10 +213,11 @@ class Control:
         elif mine != facts:
             self.request_abort(errors.mismatch(number, self.rank, mine, rank, facts))
 
-    def _decide(self, reason: str, tell: set[int]) -> None:
+    def _decide(self, reason: str) -> None:
+        """Tells all others, also those that do not answer: one that was only stopped shall not find its own reason."""
         late = self._late() if reason.startswith(TIMED_OUT) else ""
         self.abort_reason = f"{reason}; all waits lead to rank {late}" if late else reason
-        self._write(tell, kind="abort", reason=self.abort_reason)
+        self._write(self.ranks - {self.rank}, kind="abort", reason=self.abort_reason)
 
     def _late(self) -> str:
         """Ranks that others wait for in calls that are not over, and that do not wait themselves, as far as known."""
@@ -273,6 +300,11 @@ def _decoded(message: bytes) -> dict[str, Any] | None:
         return None
     content: dict[str, Any] = json.loads(text)
     return content
+
+
+def _is_abort(message: bytes) -> bool:
+    content = _decoded(message)
+    return content is not None and content["kind"] == "abort"
 
 
 def _encoded(**content: object) -> bytes:
