@@ -3,7 +3,8 @@
     python -m bench advise [--repeats N] [--full] [--output DIR]
 
 Measured by the functions that `advise` measures with, on one rank, for the training that the page shows: selecting in
-ns an element of the gradient, merging in ns an entry, by algorithm and wire. `advised` makes a record's advice.
+ns an element of the gradient, merging in ns an entry, by algorithm and wire; the work of ways that select nothing in ns
+an element, fixed and per rank. `advised` makes a record's advice.
 """
 
 import statistics
@@ -14,20 +15,21 @@ from typing import Any
 import torch
 from communicators import as_communicator
 from sparse_collectives import WIRES
-from sparse_collectives.advise import report
-from sparse_collectives.advise.recommendation import recommend
-from sparse_collectives.advise.situation import DENSITIES, LINKS, Situation
-from sparse_collectives.prediction.calibration import measure_handling
-from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
+from sparse_collectives.prediction import BACKWARD_SHARE, Handling, measure_handling
+from thinwire.advice import report
+from thinwire.advice.recommendation import recommend
+from thinwire.advice.situation import DENSITIES, LINKS, Situation
+from thinwire.advice.ways import BY_NAME, Work, assumed_shapes, measure_work
 
 from bench.record import asked, parser_of, record
 
 PARAMETERS, RANKS, STEP_SECONDS = 25_000_000, 32, 0.25
 """The training whose advice is shown."""
+SHAPES = assumed_shapes(PARAMETERS)
 COLUMNS = ("density", "what", "ns")
 AGAINST = "nothing; `advise` adds the link's α and β"
 SELECTING, MERGING = "selecting", "merging"
-COMMAND = f"python -m sparse_collectives.advise --parameters {PARAMETERS / 1e6:g}e6 --step-seconds {STEP_SECONDS:g}"
+COMMAND = f"thinwire advise --parameters {PARAMETERS / 1e6:g}e6 --step-seconds {STEP_SECONDS:g}"
 LEFT_OUT = "…"
 
 
@@ -39,6 +41,9 @@ def main(argv: Sequence[str] = ()) -> None:
     samples: dict[tuple[float, str], list[float]] = {}
     for number in range(options.repeats):
         print(f"turn {number + 1} of {options.repeats}", flush=True)
+        for name, work in measure_work(SHAPES, torch.device("cpu")).items():
+            for part, seconds in work._asdict().items():
+                samples.setdefault((1.0, f"{name}, {part}"), []).append(1e9 * seconds)
         for density in DENSITIES:
             for what, seconds in _named(_measured(density)).items():
                 samples.setdefault((density, what), []).append(1e9 * seconds)
@@ -54,6 +59,8 @@ def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:
     costs: dict[float, dict[str, float]] = {}
     for row in rows:
         costs.setdefault(float(row["density"]), {})[str(row["what"])] = 1e-9 * float(row["ns"])
+    others = costs.pop(1.0)
+    work = {name: Work(*(others[f"{name}, {part}"] for part in Work._fields)) for name in BY_NAME}
     return Situation(
         numel=PARAMETERS,
         ranks=RANKS,
@@ -64,6 +71,8 @@ def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:
         link_name=link,
         pairs=None,
         handling={density: _handling(named) for density, named in costs.items()},
+        shapes=SHAPES,
+        work=work,
     )
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from communicators import Communicator, Link, allreduce, as_communicator
 from sparse_collectives import ALGORITHMS
-from sparse_collectives.prediction.calibration import measure_traffic
+from sparse_collectives.prediction import measure_traffic
 from sparse_compress import TopK
 
 from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole

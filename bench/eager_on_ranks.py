@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from communicators import Communicator, Link, SimulatedWorld, as_communicator, barrier
 from partial_collectives import EagerSGD, injected_delays
-from sparse_collectives.prediction.calibration import slowest
+from sparse_collectives.prediction import slowest
 
 from bench.eager_tasks import Digits
 from bench.real_ranks import behind, found_by, named, tell

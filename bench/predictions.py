@@ -21,8 +21,7 @@ from data_parallel import DistributedOptimizer
 from slow_link import open_link
 from slow_link.throttled import behind_link
 from sparse_collectives import ALGORITHMS
-from sparse_collectives.prediction.calibration import measure_handling, measure_traffic, slowest
-from sparse_collectives.prediction.cost import Handling, predict, step_seconds
+from sparse_collectives.prediction import Handling, measure_handling, measure_traffic, predict, slowest, step_seconds
 from sparse_compress import TopK
 from torch import nn
 

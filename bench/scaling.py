@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from communicators import Communicator, Link, SimulatedWorld, as_communicator
 from sparse_collectives import sparse_allreduce
-from sparse_collectives.prediction.calibration import measure_handling
-from sparse_collectives.prediction.cost import Handling, predict
+from sparse_collectives.prediction import Handling, measure_handling, predict
 from sparse_compress import SparseVector, TopK
 
 from bench.record import Row, asked, parser_of, record

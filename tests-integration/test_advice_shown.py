@@ -4,13 +4,13 @@ import json
 import re
 
 import pytest
-from sparse_collectives.advise.__main__ import main
+from thinwire.advice.command import main
 
 from bench.advise import LEFT_OUT, advised
 from bench.record import RESULTS, ROOT
 
 SHOWN = re.findall(
-    r"^\$ python -m sparse_collectives\.advise (.*)\n((?:(?!```|\$ ).*\n)+)",
+    r"^\$ thinwire advise (.*)\n((?:(?!```|\$ ).*\n)+)",
     (ROOT / "docs" / "advise.md").read_text(),
     re.MULTILINE,
 )
@@ -18,9 +18,11 @@ SHOWN = re.findall(
 
 @pytest.mark.parametrize(("flags", "shown"), SHOWN, ids=[flags for flags, _ in SHOWN])
 def test_the_page_shows_what_the_command_prints(flags, shown, monkeypatch, capsys):
-    handling = advised(json.loads((RESULTS / "advise.json").read_text())["rows"], "wan").handling
-    place = "sparse_collectives.advise.measuring"
-    monkeypatch.setattr(f"{place}.measure_handling", lambda comm, density, **_: handling[density])
+    recorded = advised(json.loads((RESULTS / "advise.json").read_text())["rows"], "wan")
+    handling = recorded.handling
+    place = "thinwire.advice.measuring"
+    monkeypatch.setattr("sparse_collectives.prediction.measure_handling", lambda comm, density, **_: handling[density])
+    monkeypatch.setattr(f"{place}.measure_work", lambda shapes, device: recorded.work)
     monkeypatch.setattr(f"{place}.share_taken", lambda comm: 0.0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(flags.split()) == 0

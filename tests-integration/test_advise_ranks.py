@@ -49,12 +49,13 @@ def check(out, ranks):
 
 @pytest.mark.mpi
 def test_under_mpiexec_where_one_rank_tells_what_is_measured(mpiexec):
-    done = mpiexec(3, "-m", "sparse_collectives.advise", *FLAGS)
+    done = mpiexec(3, "-m", "thinwire", "advise", *FLAGS)
     assert done.returncode == 0, done.stderr
     check(done.stdout, 3)
-    told = [line for line in done.stderr.splitlines() if "sparse_collectives.advise: " in line]
+    told = [line for line in done.stderr.splitlines() if "thinwire advise: " in line]
     assert [line.partition("advise: ")[2] for line in told] == [
         "measuring selecting and merging at density 0.01 (1 of 1)",
+        "measuring the work of the other ways",
         "measuring the link between 3 ranks",
         "predicting steps of 3 ranks",
     ]
@@ -67,7 +68,7 @@ SAID = {
 
 
 CALLS = """import sys
-from sparse_collectives.advise.__main__ import main
+from thinwire.advice.command import main
 for factory in sys.argv[1:]:
     print(main(["--model", f"one_fails:{factory}"]), flush=True)
 """
@@ -85,14 +86,14 @@ def test_a_factory_that_fails_on_one_rank_ends_all_under_mpiexec(mpiexec, factor
 
 
 def test_under_torchrun(processes):
-    [done] = processes(1, *TORCHRUN, "-m", "sparse_collectives.advise", *FLAGS)
+    [done] = processes(1, *TORCHRUN, "-m", "thinwire", "advise", *FLAGS)
     assert done.returncode == 0, done.stderr
     check(done.stdout, 2)
 
 
 def test_a_factory_that_fails_on_one_rank_ends_all_under_torchrun(processes, factories):
     """torchrun itself adds a report that a worker has failed."""
-    [done] = processes(1, *TORCHRUN, "-m", "sparse_collectives.advise", "--model", "one_fails:at_once")
+    [done] = processes(1, *TORCHRUN, "-m", "thinwire", "advise", "--model", "one_fails:at_once")
     assert done.returncode != 0
     assert done.stderr.count(SAID["at_once"].format(path=factories)) == 1
     assert "advise/measuring.py" not in done.stderr

@@ -36,6 +36,7 @@ ALLOWED = {
     "trainer": {"thinwire_trainer"},
     "thinwire_commands": set(),
     "slow_link": {"communicators"},
+    "thinwire": {"slow_link", *PACKAGES},
 }
 SOURCES = {path.name: path for pattern in ("packages/*/src/*", "apps/*/src/*") for path in ROOT.glob(pattern)}
 

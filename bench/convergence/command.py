@@ -157,7 +157,7 @@ def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             run = Run(seed=0, **{name: row[name] for name in LABELS})
             sends = "updates" if way.settings(run).get("updates") else "gradients"
             kind = {"algorithm": algorithm, "wire": wire, "sends": sends}
-            for optimizer in ("adam", "adamw") if row["optimizer"] == "adamw" else ("sgd",):
+            for optimizer in ("adam", "adamw") if row["optimizer"] == "adamw" else (row["optimizer"],):
                 names = ("task", "density", "ranks", "steps", "seeds", "behind")
                 kept.append({"optimizer": optimizer} | kind | {name: row[name] for name in names})
     said = "written by python -m bench convergence --output DIR --accuracy FILE"

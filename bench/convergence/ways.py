@@ -9,8 +9,8 @@ from communicators import Communicator
 from data_parallel import DistributedOptimizer, UpdateOptimizer
 from replicas import MuonAdamW
 from sparse_collectives import Algorithm
-from sparse_collectives.advise.accuracy import warm_up
 from sparse_compress import DGCTopK, WarmUp
+from thinwire.advice.accuracy import warm_up
 from torch import nn
 from torch.optim import Optimizer
 
@@ -71,11 +71,16 @@ def _low_rank(rank: int) -> Way:
     def settings(run: Run) -> dict[str, Any]:
         return {"algorithm": "powersgd", "options": {"rank": rank, "dense_steps": max(2, run.steps // WARM_UP)}}
 
-    return replace(_whole(), settings=settings)
+    return replace(_whole(), settings=settings, advised=(f"powersgd rank={rank}", "fp32"))
 
 
 def _peer(by: str, **more: Any) -> Way:
     return Way(lambda run: {}, own_momentum=True, clips_after=True, by=by, **more)
+
+
+def _periodic(advised: str, *, selects: bool = False) -> Way:
+    optimizers = ("adamw", "muon")
+    return _peer("periodic", selects=selects, optimizers=optimizers, advised=(advised, "fp32"))
 
 
 def _clip(run: Run) -> dict[str, Any]:
@@ -135,7 +140,7 @@ WAYS: dict[str, Way] = {
     "dense bf16": _whole(algorithm="dense", wire="bf16"),
     "powersgd": _low_rank(2),
     "powersgd rank 4": _low_rank(4),
-    "dense-int8": _whole(algorithm="dense-int8"),
+    "dense-int8": replace(_whole(algorithm="dense-int8"), advised=("dense-int8", "fp32")),
     "gtopk, as first written": Way(_as_first_written, clips_after=True),
     "gtopk": _by("gtopk"),
     "gtopk, dense tenth": Way(_dense_tenth),
@@ -154,10 +159,10 @@ WAYS: dict[str, Way] = {
     "torch DDP": _peer("torch", selects=False),
     "torch bf16 hook": _peer("torch", selects=False),
     "torch PowerSGD hook": _peer("torch", selects=False),
-    "diloco": _peer("periodic", selects=False, optimizers=("adamw", "muon")),
-    "diloco int2": _peer("periodic", selects=False, optimizers=("adamw", "muon")),
-    "diloco often": _peer("periodic", selects=False, optimizers=("adamw", "muon")),
-    "sparseloco": _peer("periodic", optimizers=("adamw", "muon")),
+    "diloco": _periodic("diloco sync_every=30"),
+    "diloco int2": _periodic("diloco sync_every=30 compress=int2"),
+    "diloco often": _periodic("diloco sync_every=5"),
+    "sparseloco": _periodic("sparseloco sync_every=5", selects=True),
 }
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState, reshard_residuals
-from data_parallel.schemes.dense_int8 import DenseInt8, dense_int8_sent
+from data_parallel.schemes.dense_int8 import DenseInt8
 from data_parallel.schemes.gram_schmidt import orthonormal, outer_sum
 from data_parallel.schemes.powersgd import PowerSGD, powersgd_sent
 from data_parallel.testing import check_dense_laws
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_collectives import Traffic
 from torch import nn
 
 SHAPES = {"matrix": (30, 40), "vector": (7,), "filters": (8, 3, 3, 3), "flat": (2, 3), "scalar": ()}
@@ -144,7 +145,7 @@ def test_int8_sends_what_its_expression_says(size, numel):
     worlds = SimulatedWorld(size), SimulatedWorld(size)
     for world, steps in zip(worlds, ((), range(1)), strict=True):
         world.run(lambda comm, steps=steps: train(comm, algorithm="dense-int8", steps=steps, shapes={"a": (numel,)}))
-    sent = [dense_int8_sent(rank, size, numel) for rank in range(size)]
+    sent = [Traffic.quantised(numel, rank, size) for rank in range(size)]
     assert [b - a for a, b in zip(worlds[0].bytes_sent, worlds[1].bytes_sent, strict=True)] == [t.nbytes for t in sent]
     messages = [b - a for a, b in zip(worlds[0].messages_sent, worlds[1].messages_sent, strict=True)]
     assert messages == [traffic.messages for traffic in sent]

@@ -4,6 +4,7 @@ from data_parallel.ddp.hook import SparseHookState, sparse_hook
 from data_parallel.hsdp.state import HsdpState, sparse_hsdp
 from data_parallel.optimizer import DistributedOptimizer
 from data_parallel.schemes.dense import DenseCompressor
+from data_parallel.schemes.powersgd import powersgd_sent
 from data_parallel.settings import ExchangeSettings
 from data_parallel.state_dict import reshard_residuals
 from data_parallel.update_optimizer import UpdateOptimizer
@@ -17,6 +18,7 @@ __all__ = [
     "SparseHookState",
     "UpdateOptimizer",
     "__version__",
+    "powersgd_sent",
     "reshard_residuals",
     "sparse_hook",
     "sparse_hsdp",

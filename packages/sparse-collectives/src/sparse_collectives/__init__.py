@@ -10,6 +10,7 @@ from sparse_collectives.algorithms.topk_dsa import TopKDSA
 from sparse_collectives.allreduce import sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.arrays import DenseReduction, sparse_allreduce_array, sparse_allreduce_array_async
 from sparse_collectives.prediction.auto import Choice, choose
+from sparse_collectives.prediction.cost import Handling, Prediction
 from sparse_collectives.version import __version__
 from sparse_collectives.wire import DENSE_WIRES, WIRES, Wire, blame_rank
 
@@ -21,7 +22,9 @@ __all__ = [
     "Choice",
     "DenseReduction",
     "GTopK",
+    "Handling",
     "OkTopk",
+    "Prediction",
     "Reduction",
     "SparDL",
     "TopKAllgather",

@@ -108,6 +108,23 @@ class Traffic(NamedTuple):
         return cls.of_bodies(sum(sent), len(sent), len(sent))
 
     @classmethod
+    def quantised(cls, numel: int, rank: int, size: int, bits: int = 8) -> Traffic:
+        """`schedules.quantised_allreduce`: all spans but the rank's own, then Bruck's share of the sums.
+
+        Args:
+            numel: Elements of the tensor.
+            rank: This rank.
+            size: P.
+            bits: Of an element; the sums have 4 at least.
+        """
+        if size == 1:
+            return cls(0, 0, 0)
+        lengths = [high - low for low, high in schedules.quantised_spans(numel, size)]
+        given, sums = ([schedules.quantised_nbytes(n, each) for n in lengths] for each in (bits, max(bits, 4)))
+        split = cls.of_bodies(sum(given) - given[rank], size - 1, 1)
+        return cls.total(split, cls.allgather(sums, rank))
+
+    @classmethod
     def allreduce(cls, nbytes: int, rank: int, size: int, itemsize: int = 1) -> Traffic:
         """Halving-doubling sum, split evenly among Q ranks, the largest power of two in P.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from communicators import Schedule, schedules
-from sparse_collectives import DenseReduction, Traffic
+from sparse_collectives import DenseReduction
 from torch import Tensor
 
 from data_parallel.lanes import State
@@ -40,12 +40,3 @@ class DenseInt8(DenseCompressor):
         """Refuses float64, most of whose bits would wait in the residuals."""
         if dtype == torch.float64:
             raise TypeError("dense-int8 carries float32 values, but gradients are float64: take algorithm='dense'")
-
-
-def dense_int8_sent(rank: int, size: int, numel: int) -> Traffic:
-    """Exact traffic of a rank: all spans but its own, then Bruck's share of all."""
-    if size == 1:
-        return Traffic(0, 0, 0)
-    nbytes = [schedules.quantised_nbytes(high - low) for low, high in schedules.quantised_spans(numel, size)]
-    split = Traffic.of_bodies(sum(nbytes) - nbytes[rank], size - 1, 1)
-    return Traffic.total(split, Traffic.allgather(nbytes, rank))

@@ -1,1 +1,34 @@
 """Predicted cost of an exchange: traffic, measured costs, and the choice of the fastest."""
+
+from sparse_collectives.prediction.calibration import clock_of, measure_handling, measure_traffic, slowest
+from sparse_collectives.prediction.cost import (
+    BACKWARD_SHARE,
+    Handling,
+    Prediction,
+    network_seconds,
+    predict,
+    predict_all,
+    ranks_of_interest,
+    step_seconds,
+    with_whole,
+)
+from sparse_collectives.prediction.plain_table import amount, milliseconds, table
+
+__all__ = [
+    "BACKWARD_SHARE",
+    "Handling",
+    "Prediction",
+    "amount",
+    "clock_of",
+    "measure_handling",
+    "measure_traffic",
+    "milliseconds",
+    "network_seconds",
+    "predict",
+    "predict_all",
+    "ranks_of_interest",
+    "slowest",
+    "step_seconds",
+    "table",
+    "with_whole",
+]

@@ -86,8 +86,8 @@ class Prediction:
     @property
     def variant(self) -> str:
         """The algorithm, with its settings where they are not the usual ones."""
-        usual = ALGORITHMS[self.algorithm].options
-        settings = [f"{key}={value}" for key, value in self.options.items() if value != usual[key]]
+        usual = ALGORITHMS[self.algorithm].options if self.algorithm in ALGORITHMS else {}
+        settings = [f"{key}={value}" for key, value in self.options.items() if value != usual.get(key)]
         return " ".join([self.algorithm, *settings])
 
 
@@ -125,7 +125,7 @@ def predict(
         wire,
         compression=handling.prescribed.get(algorithm, handling.compress) * numel if selects else 0.0,
         options=settings,
-        **_busiest([traffic for traffic, _ in found], [per_entry * merged for _, merged in found], link),
+        **network_seconds([traffic for traffic, _ in found], [per_entry * merged for _, merged in found], link),
     )
 
 
@@ -133,7 +133,7 @@ def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> 
     """The prediction with this many elements summed dense in float32 before the selection, by the same busiest rank."""
     if not count or prediction.density == 1:
         return prediction
-    more = _busiest([Traffic.allreduce(4 * count, rank, size) for rank in range(size)], [0.0] * size, link)
+    more = network_seconds([Traffic.allreduce(4 * count, rank, size) for rank in range(size)], [0.0] * size, link)
     return replace(prediction, **{name: getattr(prediction, name) + value for name, value in more.items()})
 
 
@@ -176,7 +176,7 @@ def step_seconds(prediction: Prediction, *, compute: float, backward: float = 0.
     return compute + prediction.compression + max(exchange / buckets, exchange - backward)
 
 
-def _busiest(sent: Sequence[Traffic], merging: Sequence[float], link: Link) -> dict[str, Any]:
+def network_seconds(sent: Sequence[Traffic], merging: Sequence[float], link: Link) -> dict[str, Any]:
     """The largest traffic of all ranks, and the seconds of the one that takes longest. merging: seconds of each."""
     collided = _collisions(sent)
     costs = [(*_network(traffic, link, collided), own) for traffic, own in zip(sent, merging, strict=True)]

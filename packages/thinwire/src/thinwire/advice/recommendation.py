@@ -2,20 +2,31 @@
 
 from typing import NamedTuple
 
-from sparse_collectives.advise.accuracy import FEW, MOST_BEHIND, in_words
-from sparse_collectives.advise.situation import TINY, Situation, Step
-from sparse_collectives.prediction.cost import Prediction
+from sparse_collectives import ALGORITHMS, Prediction
 
-OPTIMIZERS = {
+from thinwire.advice.accuracy import FEW, MOST_BEHIND, in_words
+from thinwire.advice.situation import TINY, Situation, Step
+from thinwire.advice.ways import BY_NAME
+
+FOR_UPDATES = {
     "sgd": "SGD(..., momentum=0.9)",
     "adam": "Adam(..., betas=(0.5, 0.999))",
     "adamw": "AdamW(..., betas=(0.5, 0.999))",
 }
 """Optimizers of the user, as they are written for updates."""
+OPTIMIZERS = {
+    "sgd": "torch.optim.SGD(...)",
+    "adam": "torch.optim.Adam(...)",
+    "adamw": "torch.optim.AdamW(...)",
+    "muon": "replicas.MuonAdamW(model, ...)",
+}
+"""The same, as they are written for all else."""
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""
 AS_FAST = 1.05
 """Factor within which steps are as fast as the fastest; of these, the one that sends most of the gradient is taken."""
+FEWEST_TASKS = 2
+"""What is known to learn well on fewer is taken for unknown."""
 WELL, UNKNOWN, BADLY = range(3)
 """How an exchange is known to learn, best first."""
 
@@ -51,7 +62,7 @@ def recommend(situation: Situation) -> Recommendation:
     best = eligible[0].mean
     worthwhile = dense / best >= WORTHWHILE
     nearly = [s for s in eligible if (s.mean <= AS_FAST * best if worthwhile else s.prediction.name == "dense")]
-    taken = max(nearly, key=lambda s: (s.prediction.density, s.prediction.wire == "fp32"))
+    taken = max(nearly, key=lambda s: (_share(situation, s.prediction), s.prediction.wire == "fp32"))
     p, other = taken.prediction, next((s for s in steps if s is not taken), None)
     passed = [s for s in steps if s.mean < best and s not in eligible]
     faster = "accuracy" if passed else "fastest" if taken is eligible[0] else "as fast"
@@ -70,17 +81,28 @@ def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
     dense, learns = dense_step(steps), [_learns(situation, s.prediction) for s in steps]
     for level in (WELL, UNKNOWN, BADLY) if situation.chosen else (WELL, UNKNOWN):
         found = [s for s, own in zip(steps, learns, strict=True) if own <= level]
-        asked = [s for s in found if s.prediction.density < 1 or not situation.chosen]
+        asked = [s for s in found if _selects(s.prediction) or not situation.chosen]
         if asked and dense / asked[0].mean >= WORTHWHILE:
             return found
     return [s for s, own in zip(steps, learns, strict=True) if own == WELL]
 
 
+def _selects(p: Prediction) -> bool:
+    return p.algorithm in ALGORITHMS and ALGORITHMS[p.algorithm].selects
+
+
+def _share(situation: Situation, p: Prediction) -> float:
+    """Share of the gradient that is sent: of its elements, or of the bytes that a step of dense gradients has."""
+    return p.density if p.algorithm in ALGORITHMS else p.nbytes / max(1, 8 * situation.numel)
+
+
 def _learns(situation: Situation, p: Prediction) -> int:
-    if p.density == 1:
+    if p.algorithm == "dense":
         return WELL
     found = situation.known(p)
-    return UNKNOWN if found is None else WELL if found.most <= MOST_BEHIND else BADLY
+    if found is None or (found.most <= MOST_BEHIND and len(found.tasks) < FEWEST_TASKS):
+        return UNKNOWN
+    return WELL if found.most <= MOST_BEHIND else BADLY
 
 
 def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
@@ -89,7 +111,9 @@ def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
     said = []
     for step in (fastest[level] for level in (BADLY, UNKNOWN) if level in fastest):
         found, why = situation.known(step.prediction), "how it learns was not measured"
-        if found is not None:
+        if found is not None and found.most <= MOST_BEHIND:
+            why = f"how it learns was measured with {found.tasks[0]} alone"
+        elif found is not None:
             ranks = " and ".join(map(str, sorted(set(found.ranks))))
             why = f"it ended up to {found.most:.1f} points behind dense on {ranks} ranks"
         said.append(f"Faster, but passed over: {_named(step)}; with {situation.optimizer} {why}.")
@@ -122,10 +146,12 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     p, later, mean = taken
     network = f"The network is {1 - situation.compute / dense:.0%} of a dense step."
     gain = f"a step takes {_seconds(mean)} instead of {_seconds(dense)}, {dense / mean:.1f} times as fast"
-    if p.density == 1:
-        hook = "ddp.register_comm_hook(None, bf16_compress_hook), from torch's ddp_comm_hooks.default_hooks."
+    if p.algorithm == "dense":
+        hook = f'ddp.register_comm_hook(SparseHookState(algorithm="dense", wire="{p.wire}"), sparse_hook)'
         return [f"Use {p.name}: {gain}. {network}", f"In DDP: {hook}"]
     learns = in_words(situation.known(p), situation.optimizer, situation.ranks)
+    if p.variant in BY_NAME:
+        return [f"Use {p.variant}: over a whole training {gain}. {network}", *_other_lines(situation, p), learns]
     training = f"over a whole training, the warm-up included, {gain}"
     after = f"after the warm-up {_seconds(later)}, {dense / later:.1f} times"
     chosen = ["The density is yours; it was not weighed against others."] if situation.chosen else []
@@ -144,9 +170,24 @@ def _lines(situation: Situation, p: Prediction) -> list[str]:
     if not situation.sends_updates:
         hook = f"ddp.register_comm_hook(SparseHookState({setting}, momentum=0.9), sparse_hook)"
         return [f"In DDP: {hook}, and no momentum in the optimizer.", steps]
-    inner = f"torch.optim.{OPTIMIZERS[situation.optimizer]}, model.named_parameters()"
+    inner = f"torch.optim.{FOR_UPDATES[situation.optimizer]}, model.named_parameters()"
     made = f"Without DDP: optimizer = UpdateOptimizer({inner}, {setting}, dense_below={TINY})"
     return [f"{made}, and forward and backward in `with optimizer.ahead():`.", steps]
+
+
+def _other_lines(situation: Situation, p: Prediction) -> list[str]:
+    """Code of a way that selects nothing, and what it asks of the training."""
+    way = BY_NAME[p.variant]
+    lines = [f"Without DDP: optimizer = {way.code.replace('OPTIMIZER', OPTIMIZERS[situation.optimizer])}"]
+    if way.hook:
+        lines = [f"In DDP: ddp.register_comm_hook({way.hook}, sparse_hook)", *lines]
+    if way.dense_share:
+        lines.append(f"STEPS: the first {way.dense_share:.0%} of yours, in which all is sent.")
+    if way.every > 1:
+        lines.append("Call optimizer.average() after every optimizer.step(), and optimizer.finish() at the end.")
+    if way.rate != 1 and situation.optimizer != "muon":
+        lines.append(f"Take {way.rate:g} of your learning rate: blocks of steps go further than their mean.")
+    return lines
 
 
 def _named(step: Step) -> str:

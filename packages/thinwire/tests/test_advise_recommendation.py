@@ -10,16 +10,16 @@ from data_parallel import UpdateOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, WIRES
-from sparse_collectives.advise import accuracy
-from sparse_collectives.advise.accuracy import Known, in_a_column, known
-from sparse_collectives.advise.measuring import PROBE_SECONDS, share_taken
-from sparse_collectives.advise.recommendation import OPTIMIZERS, recommend
-from sparse_collectives.advise.report import as_json, as_text
-from sparse_collectives.advise.situation import Situation
 from sparse_collectives.prediction.cost import Handling, predict, step_seconds
 from sparse_compress import TopK, WarmUp
+from thinwire.advice import accuracy
+from thinwire.advice.accuracy import Known, in_a_column, known
+from thinwire.advice.measuring import PROBE_SECONDS, share_taken
+from thinwire.advice.recommendation import FOR_UPDATES, recommend
+from thinwire.advice.report import as_json, as_text
+from thinwire.advice.situation import Situation
 
-RECORD = "sparse_collectives.advise.situation.known"
+RECORD = "thinwire.advice.situation.known"
 
 
 def situation(**changes):
@@ -48,7 +48,7 @@ def situation(**changes):
     ],
 )
 def test_the_reason_says_which_rule_decided_and_what_came_next(changes, rule, said, monkeypatch):
-    monkeypatch.setattr(RECORD, lambda *exchange, sends: Known(0.0, 0.0, ("a",), 1, (8,)))
+    monkeypatch.setattr(RECORD, lambda *exchange, sends: Known(0.0, 0.0, ("a", "b"), 1, (8, 8)))
     found = situation(**changes)
     recommended, steps = recommend(found), found.predictions()
     fastest = steps[0].prediction
@@ -91,14 +91,14 @@ def test_the_share_that_others_took_is_the_worst_rank_s():
     assert SimulatedWorld(3).run(body) == pytest.approx([0.5] * 3)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", FOR_UPDATES)
 @pytest.mark.parametrize("hook", [0.5, 3.0])
 def test_the_lines_are_for_the_optimizer_that_was_asked_for(optimizer, hook, monkeypatch):
     """hook: points behind by SGD's gradients, as a DDP hook sends them; where these are too many, updates are sent."""
 
     def on_record(*exchange, sends):
         behind = hook if sends == "gradients" else 0.2
-        return Known(behind, behind, ("a",), 1, (8,))
+        return Known(behind, behind, ("a", "b"), 1, (8, 8))
 
     monkeypatch.setattr(RECORD, on_record)
     text = recommend(situation(optimizer=optimizer)).text
@@ -156,7 +156,7 @@ def test_updates_are_there_when_backward_has_ended_and_hide_nothing():
 
 def test_what_is_known_of_accuracy_is_the_shipped_record():
     """Beside each speed-up, and "?" for what nobody measured."""
-    rows = json.loads((files("sparse_collectives.advise") / "accuracy.json").read_text())["rows"]
+    rows = json.loads((files("thinwire.advice") / "accuracy.json").read_text())["rows"]
     for row in rows:
         same = [
             other
@@ -187,7 +187,7 @@ def test_what_is_known_of_accuracy_is_the_shipped_record():
         (0.001, WarmUp(0.001, 200), "WarmUp(0.001, steps=STEPS)"),
     ],
 )
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", FOR_UPDATES)
 def test_a_speed_up_is_that_of_the_whole_training_of_the_advised_lines(optimizer, target, warm_up, written):
     """Step for step: what the advised `WarmUp` lets be sent in each of a thousand steps."""
     merging = Handling(1e-9, {}, dict.fromkeys(ALGORITHMS, 1e-8))
@@ -219,7 +219,7 @@ def test_a_speed_up_is_that_of_the_whole_training_of_the_advised_lines(optimizer
 BEHIND = st.none() | st.floats(-1, 20)
 
 
-@given(st.data(), st.sampled_from(list(OPTIMIZERS)), st.booleans())
+@given(st.data(), st.sampled_from(list(FOR_UPDATES)), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_nothing_is_advised_unasked_that_is_known_to_lose(situation_of_few, data, optimizer, chosen):
     """Whatever is on record: the fastest, or as fast, of what learns within a point; the unknown only without such."""
@@ -231,7 +231,7 @@ def test_nothing_is_advised_unasked_that_is_known_to_lose(situation_of_few, data
 
     def on_record(optimizer, *exchange, sends):
         behind = record[exchange[:-1]]
-        return None if behind is None else Known(min(0.0, behind), behind, ("a",), 1, (8,))
+        return None if behind is None else Known(min(0.0, behind), behind, ("a", "b"), 1, (8, 8))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RECORD, on_record)

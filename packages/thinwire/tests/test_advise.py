@@ -7,9 +7,10 @@ import pytest
 import torch
 from communicators import Link, as_communicator
 from sparse_collectives import ALGORITHMS
-from sparse_collectives.advise.__main__ import main
 from sparse_collectives.prediction.calibration import MOST_MERGED, measure_handling
 from sparse_collectives.prediction.cost import Handling
+from thinwire.advice.command import main
+from thinwire.advice.ways import WAYS, Work
 
 TRAINING = ["--parameters", "25e6", "--step-seconds", "0.5"]
 
@@ -20,6 +21,7 @@ def advice(capsys, *flags):
 
 
 MEASURED = {}
+FREE = {way.name: Work() for way in WAYS}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,8 @@ def _little_work(monkeypatch):
         return MEASURED[key]
 
     monkeypatch.setattr("sparse_collectives.prediction.calibration.MOST_ELEMENTS", 1 << 15)
-    monkeypatch.setattr("sparse_collectives.advise.measuring.measure_handling", measured)
+    monkeypatch.setattr("sparse_collectives.prediction.measure_handling", measured)
+    monkeypatch.setattr("thinwire.advice.measuring.measure_work", lambda shapes, device: FREE)
 
 
 def test_100gbit_leave_it_off(capsys):
@@ -46,7 +49,7 @@ def test_100gbit_leave_it_off(capsys):
 
 def test_wan_use_a_sparse_one(capsys, monkeypatch):
     free = Handling(0.0, {}, dict.fromkeys(ALGORITHMS, 0.0))
-    monkeypatch.setattr("sparse_collectives.advise.measuring.measure_handling", lambda comm, **situation: free)
+    monkeypatch.setattr("sparse_collectives.prediction.measure_handling", lambda comm, **situation: free)
     found = advice(capsys, "--link", "wan", "--ranks", "8", "--optimizer", "adamw")
     recommended = found["recommendation"]
     assert ALGORITHMS[recommended["algorithm"]].selects
@@ -101,7 +104,7 @@ def nothing_is_measured(monkeypatch):
     def measured(*args, **kwargs):
         raise AssertionError("measured before --plot was checked")
 
-    monkeypatch.setattr("sparse_collectives.advise.measuring.measure_handling", measured)
+    monkeypatch.setattr("sparse_collectives.prediction.measure_handling", measured)
 
 
 def test_plot_without_matplotlib_says_what_to_install(capsys, tmp_path, monkeypatch, nothing_is_measured):
@@ -128,7 +131,7 @@ def test_plot_is_checked_first(capsys, tmp_path, nothing_is_measured, name, said
 
 def test_a_measured_share_is_asked_of_every_stage(capsys, monkeypatch):
     shares = iter([0.0, 0.3, 0.6])
-    monkeypatch.setattr("sparse_collectives.advise.measuring.share_taken", lambda comm: next(shares))
+    monkeypatch.setattr("thinwire.advice.measuring.share_taken", lambda comm: next(shares))
     found = advice(capsys, "--link", "1gbit")
     assert found["taken_by_others"] == pytest.approx(0.3)
     assert "30% of the time" in found["warning"]
@@ -142,6 +145,7 @@ def test_what_takes_long_is_told_on_stderr(capsys):
     assert told == [
         "measuring selecting and merging at density 0.01 (1 of 2)",
         "measuring selecting and merging at density 0.001 (2 of 2)",
+        "measuring the work of the other ways",
         "predicting steps of 100 ranks",
     ]
 
@@ -183,7 +187,7 @@ def test_half_of_a_gradient_is_measured_on_few_entries(monkeypatch):
 
 def test_one_rank_and_no_link(capsys):
     assert main(TRAINING) == 2
-    assert "--link 1gbit|10gbit" in capsys.readouterr().err
+    assert "--link 100mbit|1gbit|10gbit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -235,4 +239,4 @@ def test_help(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert exit_.value.code == 0
-    assert "mpiexec -n 8 python -m sparse_collectives.advise --model" in capsys.readouterr().out
+    assert "mpiexec -n 8 python -m thinwire advise --model" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Costs measured on the ranks that the command was started with: the user's model, selecting, merging and the link."""
 
-import argparse
+from __future__ import annotations
+
 import contextlib
 import importlib
 import os
@@ -9,19 +10,18 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from communicators import Alone, Communicator, allgather, as_communicator, barrier, measure_link
+from communicators import Alone, Communicator, Link, allgather, as_communicator, barrier, measure_link
+from sparse_collectives import WIRES, prediction
 
-from sparse_collectives.advise.situation import LINKS, TINY, Situation
-from sparse_collectives.prediction.calibration import clock_of, measure_handling, measure_traffic, slowest
-from sparse_collectives.prediction.cost import BACKWARD_SHARE
-from sparse_collectives.wire import WIRES
+from thinwire.advice.situation import LINKS, TINY, Situation
+from thinwire.advice.ways import Shapes, Work, assumed_shapes, elements, measure_work
 
 T = TypeVar("T")
 Loss = Callable[[], torch.Tensor]
@@ -34,9 +34,9 @@ class NoAdvice(Exception):  # noqa: N818 - it is what the command says
     """No advice can be given; the text says why and what to do."""
 
 
-def join(flags: argparse.Namespace) -> Communicator:
+def join(link: Link | None) -> Communicator:
     """The ranks that torchrun (over gloo) or mpiexec started; for an assumed link this one alone. Raises NoAdvice."""
-    if flags.assumed:
+    if link is not None:
         return Alone()
     if dist.is_available() and dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
@@ -69,26 +69,79 @@ def on_every_rank(attempt: Callable[[], T], comm: Communicator) -> T:
     return result
 
 
-def find_out(flags: argparse.Namespace, comm: Communicator, say: Callable[[str], None]) -> Situation:
-    """The situation, alike on every rank. Collective. say: is told what is being measured. Raises NoAdvice on all."""
-    device, ranks = on_every_rank(lambda: _device(flags.device, comm), comm), flags.ranks or comm.size
-    taken, handling = [share_taken(comm)], {}
-    numel, tiny, compute, backward = flags.parameters, 0, flags.step_seconds, BACKWARD_SHARE * (flags.step_seconds or 0)
-    if flags.model:
-        say(f"measuring forward and backward of {flags.model}")
-        numel, tiny, compute, backward = model_seconds(flags.model, comm, device)
+class Trained(NamedTuple):
+    """Training that is asked about.
+
+    shapes: of the trained parameters. tiny: elements in tensors of fewer than `TINY`, as far as known. compute: seconds
+    of forward and backward. backward: seconds of backward.
+    """
+
+    shapes: Shapes
+    tiny: int
+    compute: float
+    backward: float
+
+    @classmethod
+    def of(cls, shapes: Shapes, step_seconds: float) -> Trained:
+        """Of tensors whose shapes are known; the usual share of a step is taken for backward."""
+        tiny = sum(shape.numel() for shape in shapes if shape.numel() < TINY)
+        return cls(shapes, tiny, step_seconds, prediction.BACKWARD_SHARE * step_seconds)
+
+    @classmethod
+    def of_numbers(cls, parameters: int, step_seconds: float) -> Trained:
+        """Of a number of parameters, in tensors of which nothing is known."""
+        return cls.of(assumed_shapes(parameters), step_seconds)._replace(tiny=0)
+
+
+def find_out(
+    trained: Trained,
+    comm: Communicator,
+    say: Callable[[str], None],
+    *,
+    device: torch.device,
+    ranks: int,
+    densities: Sequence[float],
+    link: Link | None,
+    link_name: str,
+    overlap: bool,
+    **asked: Any,
+) -> Situation:
+    """The situation, alike on every rank. Collective.
+
+    say: is told what is being measured. link: assumed; None: it is measured. asked: the other fields of `Situation`.
+    """
+    taken, handling, numel = [share_taken(comm)], {}, elements(trained.shapes)
     costs: dict[str, Any] = {"numel": numel, "device": device, "size": ranks, "wires": WIRES}
-    for number, density in enumerate(flags.density, 1):
-        say(f"measuring selecting and merging at density {density:g} ({number} of {len(flags.density)})")
-        handling[density] = measure_handling(comm, density=density, **costs)
+    for number, density in enumerate(densities, 1):
+        say(f"measuring selecting and merging at density {density:g} ({number} of {len(densities)})")
+        handling[density] = prediction.measure_handling(comm, density=density, **costs)
         taken.append(share_taken(comm))
-    network: dict[str, Any] = {"link": flags.assumed, "link_name": flags.link or "given", "pairs": None}
-    if not flags.assumed:
+    say("measuring the work of the other ways")
+    work = slowest_work(measure_work(trained.shapes, device), comm)
+    network: dict[str, Any] = {"link": link, "link_name": link_name, "pairs": None}
+    if link is None:
         say(f"measuring the link between {comm.size} ranks")
-        network = {"link": measure_traffic(comm), "link_name": "measured", "pairs": measure_link(comm)}
-    hidden, busy = 0.0 if flags.no_overlap else backward, statistics.mean(taken)
-    asked: dict[str, Any] = {"optimizer": flags.optimizer, "chosen": flags.chosen, **network}
-    return Situation(numel, ranks, device.type, compute, hidden, handling=handling, taken=busy, tiny=tiny, **asked)
+        network = {"link": prediction.measure_traffic(comm), "link_name": "measured", "pairs": measure_link(comm)}
+    return Situation(
+        numel,
+        ranks,
+        device.type,
+        trained.compute,
+        trained.backward if overlap else 0.0,
+        handling=handling,
+        taken=statistics.mean(taken),
+        tiny=trained.tiny,
+        shapes=trained.shapes,
+        work=work,
+        **network,
+        **asked,
+    )
+
+
+def slowest_work(own: Mapping[str, Work], comm: Communicator) -> dict[str, Work]:
+    """Each way's work on the rank that it takes longest. Collective."""
+    numbers = prediction.slowest([number for work in own.values() for number in work], comm)
+    return {name: Work(*numbers[2 * at : 2 * at + 2]) for at, name in enumerate(own)}
 
 
 def share_taken(comm: Communicator, *, clock: Clock = time.perf_counter, cpu: Clock = time.thread_time) -> float:
@@ -103,19 +156,17 @@ def share_taken(comm: Communicator, *, clock: Clock = time.perf_counter, cpu: Cl
     while clock() - begin < PROBE_SECONDS:
         pass
     wall, run = clock() - begin, cpu() - had
-    return slowest([max(0.0, 1 - run / wall)], comm)[0]
+    return prediction.slowest([max(0.0, 1 - run / wall)], comm)[0]
 
 
-def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[int, int, float, float]:
-    """Size of the user's model, and the duration of the slowest rank's step.
+def measured_model(name: str, comm: Communicator, device: torch.device) -> Trained:
+    """The user's model with the seconds of the slowest rank's step.
 
-    Returns the number of trained parameters, the number of those in tensors of fewer than `TINY` elements, seconds of
-    forward and backward, and seconds of backward. Collective. Raises NoAdvice on all ranks if the user's code fails on
-    any.
+    Collective. Raises NoAdvice on all ranks if the user's code fails on any.
     """
     model, loss = on_every_rank(lambda: _made(name, device), comm)
-    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    most, least = slowest([sum(sizes), -sum(sizes)], comm)
+    shapes = [p.shape for p in model.parameters() if p.requires_grad]
+    most, least = prediction.slowest([elements(shapes), -elements(shapes)], comm)
     if most != -least:
         found = f"{-least:,.0f} to {most:,.0f} trained parameters"
         raise NoAdvice(f"--model {name}: {found}, expected as many on all ranks")
@@ -123,8 +174,8 @@ def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[
         raise NoAdvice(f"--model {name}: no parameter of the model requires a gradient")
     step = partial(_step_seconds, name, model, loss, comm, device)
     times = [on_every_rank(step, comm) for _ in range(REPEATS + 1)]
-    forward, backward = slowest([statistics.median(part) for part in zip(*times[1:], strict=True)], comm)
-    return sum(sizes), sum(size for size in sizes if size < TINY), forward + backward, backward
+    forward, backward = prediction.slowest([statistics.median(part) for part in zip(*times[1:], strict=True)], comm)
+    return Trained.of(shapes, forward + backward)._replace(backward=backward)
 
 
 def _made(name: str, device: torch.device) -> tuple[torch.nn.Module, Loss]:
@@ -145,7 +196,7 @@ def _step_seconds(
     name: str, model: torch.nn.Module, loss: Loss, comm: Communicator, device: torch.device
 ) -> tuple[float, float]:
     """Seconds of one forward and of one backward."""
-    clock = clock_of(comm, device)
+    clock = prediction.clock_of(comm, device)
     model.zero_grad()
     begin = clock()
     with _users(name, "loss()"):
@@ -182,7 +233,8 @@ def _where(error: BaseException) -> str:
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
-def _device(name: str | None, comm: Communicator) -> torch.device:
+def device_of(name: str | None, comm: Communicator) -> torch.device:
+    """Device of that name; default this rank's GPU where there is one. Raises NoAdvice where there is none of it."""
     if name is None and torch.cuda.is_available():
         return torch.device("cuda", comm.rank % torch.cuda.device_count())
     try:

@@ -1,12 +1,12 @@
-"""Predicts a training step with every sparse allreduce, and says whether one is worth it.
+"""Predicts a training step with every way to exchange, and says whether one is worth it.
 
 Started by mpiexec or torchrun it measures your ranks; with --link, or --bandwidth and --latency, it assumes a network.
 
 Examples:
-  mpiexec -n 8 python -m sparse_collectives.advise --model my_models:resnet50
-  torchrun --nproc-per-node 8 -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25
-  python -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25 --link 10gbit --ranks 32
-  python -m sparse_collectives.advise --parameters 25e6 --step-seconds 0.25 --bandwidth 2gbit --latency 80us
+  mpiexec -n 8 python -m thinwire advise --model my_models:resnet50
+  torchrun --nproc-per-node 8 -m thinwire advise --parameters 25e6 --step-seconds 0.25
+  thinwire advise --parameters 25e6 --step-seconds 0.25 --link 10gbit --ranks 32
+  thinwire advise --parameters 25e6 --step-seconds 0.25 --bandwidth 2gbit --latency 80us
 
 FACTORY() returns (model, loss): a torch.nn.Module, and a function without arguments that runs forward on one batch of
 yours and returns the loss. It is called with the device as torch's default, so what it makes is already there.
@@ -22,13 +22,13 @@ from typing import Any
 
 from communicators import Communicator, Link
 
-from sparse_collectives.advise.measuring import NoAdvice, find_out, join, on_every_rank
-from sparse_collectives.advise.recommendation import OPTIMIZERS
-from sparse_collectives.advise.report import as_json, as_text, check_plot, plot
-from sparse_collectives.advise.situation import DENSITIES, LINKS
+from thinwire.advice.measuring import NoAdvice, Trained, device_of, find_out, join, measured_model, on_every_rank
+from thinwire.advice.recommendation import OPTIMIZERS
+from thinwire.advice.report import as_json, as_text, check_plot, plot
+from thinwire.advice.situation import DENSITIES, LINKS, Situation
 
 MOST_DENSITIES = 16
-COMMAND = "python -m sparse_collectives.advise"
+COMMAND = "thinwire advise"
 Units = Mapping[str, float]
 Parsed = Callable[[str], float]
 ALONE = {"": 1.0}
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the advice on rank 0; returns the exit status, 2 where flags or surroundings make no sense."""
     flags, comm = parse(argv), None
     try:
-        comm = join(flags)
+        comm = join(flags.assumed)
         _advise(flags, comm)
     except NoAdvice as reason:
         if comm is None or comm.rank == 0:
@@ -148,7 +148,7 @@ def _advise(flags: argparse.Namespace, comm: Communicator) -> None:
     """Prints the advice on stdout and reports progress on stderr. Raises NoAdvice."""
     if flags.plot:
         on_every_rank(lambda: check_plot(flags.plot) if comm.rank == 0 else None, comm)
-    situation = find_out(flags, comm, _say if comm.rank == 0 else lambda _: None)
+    situation = _situation(flags, comm, _say if comm.rank == 0 else lambda _: None)
     if comm.rank != 0:
         return
     _say(f"predicting steps of {situation.ranks} ranks")
@@ -158,9 +158,27 @@ def _advise(flags: argparse.Namespace, comm: Communicator) -> None:
         plot(situation, flags.plot)
 
 
+def _situation(flags: argparse.Namespace, comm: Communicator, say: Callable[[str], None]) -> Situation:
+    device = on_every_rank(lambda: device_of(flags.device, comm), comm)
+    if flags.model:
+        say(f"measuring forward and backward of {flags.model}")
+        trained = measured_model(flags.model, comm, device)
+    else:
+        trained = Trained.of_numbers(flags.parameters, flags.step_seconds)
+    return find_out(
+        trained,
+        comm,
+        say,
+        device=device,
+        ranks=flags.ranks or comm.size,
+        densities=flags.density,
+        link=flags.assumed,
+        link_name=flags.link or "given",
+        overlap=not flags.no_overlap,
+        optimizer=flags.optimizer,
+        chosen=flags.chosen,
+    )
+
+
 def _say(text: str) -> None:
     print(f"{COMMAND}: {text}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

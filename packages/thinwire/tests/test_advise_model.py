@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 from communicators import SimulatedWorld
-from sparse_collectives.advise.__main__ import main
-from sparse_collectives.advise.measuring import NoAdvice, model_seconds, on_every_rank
+from thinwire.advice.command import main
+from thinwire.advice.measuring import NoAdvice, measured_model, on_every_rank
 
 
 @pytest.fixture(autouse=True)
@@ -123,10 +123,10 @@ def test_a_loss_that_fails_on_one_rank_ends_all(monkeypatch, good):
     def body(comm):
         losses[threading.get_ident()] = made(comm)
         with pytest.raises(NoAdvice, match=r"^rank 2: --model here:made: loss\(\) raised IndexError: pop from empty"):
-            model_seconds("here:made", comm, torch.device("cpu"))
+            measured_model("here:made", comm, torch.device("cpu"))
         return True
 
-    monkeypatch.setattr("sparse_collectives.advise.measuring._made", lambda *given: losses[threading.get_ident()])
+    monkeypatch.setattr("thinwire.advice.measuring._made", lambda *given: losses[threading.get_ident()])
     assert all(SimulatedWorld(3).run(body))
 
 
@@ -136,7 +136,7 @@ def test_models_of_unlike_size_are_refused(monkeypatch):
     def body(comm):
         made[threading.get_ident()] = torch.nn.Linear(2 + comm.rank, 1), None
         with pytest.raises(NoAdvice, match="3 to 5 trained parameters"):
-            model_seconds("here:made", comm, torch.device("cpu"))
+            measured_model("here:made", comm, torch.device("cpu"))
 
-    monkeypatch.setattr("sparse_collectives.advise.measuring._made", lambda *given: made[threading.get_ident()])
+    monkeypatch.setattr("thinwire.advice.measuring._made", lambda *given: made[threading.get_ident()])
     SimulatedWorld(3).run(body)

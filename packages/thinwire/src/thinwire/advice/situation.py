@@ -1,15 +1,18 @@
 """The training that is asked about, and the time of its steps with every exchange."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from communicators import Link
+from sparse_collectives import ALGORITHMS, Handling, Prediction, prediction
 from sparse_compress import TopK
 
-from sparse_collectives.advise.accuracy import MOST_BEHIND, Known, known, shares
-from sparse_collectives.prediction.cost import Handling, Prediction, predict, predict_all, step_seconds, with_whole
+from thinwire.advice.accuracy import MOST_BEHIND, Known, known, shares
+from thinwire.advice.ways import BY_NAME, WAYS, Shapes, Work
 
 LINKS = {
+    "100mbit": Link(200e-6, 80e-9),
     "1gbit": Link(50e-6, 8e-9),
     "10gbit": Link(30e-6, 0.8e-9),
     "25gbit": Link(15e-6, 0.32e-9),
@@ -39,7 +42,8 @@ class Situation:
     ping-pong in pairs, if measured. handling: a rank's own costs by density. taken: the share of the time that others
     had the cores meanwhile, see `share_taken`. optimizer: "sgd", "adam" or "adamw". tiny: elements of tensors of fewer
     than `TINY`, which are summed whole beside a selection from updates; of numbers without a model they are not known.
-    chosen: the densities are the user's own, not the usual ones.
+    chosen: the densities are the user's own, not the usual ones. shapes: of the trained parameters. work: a rank's own
+    in the ways that select no entries, by name, see `measure_work`; those without are not predicted.
     """
 
     numel: int
@@ -55,6 +59,8 @@ class Situation:
     optimizer: str = "sgd"
     tiny: int = 0
     chosen: bool = False
+    shapes: Shapes = ()
+    work: Mapping[str, Work] = field(default_factory=dict)
 
     @property
     def sends_updates(self) -> bool:
@@ -62,37 +68,56 @@ class Situation:
 
         With SGD a DDP hook may send gradients during backward, unless that is known to learn badly on this many ranks.
         """
+        if self.optimizer == "muon":
+            return False
         hook = known("sgd", "gtopk", 0.01, "fp32", self.ranks, sends="gradients")
         return self.optimizer != "sgd" or (hook is not None and hook.most > MOST_BEHIND)
 
     def known(self, p: Prediction) -> Known | None:
         """Measured accuracy of an exchange in this situation; None for whole gradients, or where nobody measured it."""
-        if p.density == 1:
+        if p.algorithm == "dense":
             return None
+        if p.variant in BY_NAME:
+            return known(self.optimizer, p.variant, p.density, p.wire, self.ranks, sends="gradients")
         sends = "updates" if self.sends_updates else "gradients"
         return known(self.optimizer, p.algorithm, p.density, p.wire, self.ranks, sends=sends)
 
     def predictions(self) -> list[Step]:
         """All exchanges, the fastest over a whole training first; of each only the variant with the fastest steps.
 
-        Wires are those on which merging was measured, and fp32; densities those of `handling`, not k/n.
+        Wires are those on which merging was measured, and fp32; densities those of `handling`, not k/n. Nothing is
+        selected for Muon, which would make noise of what a selection leaves out.
         """
         found: dict[tuple[str, float, str], Step] = {}
-        for p in predict_all(handling=self.handling, **self._exchange()):
+        for p in prediction.predict_all(handling=self.handling, **self._exchange()):
             nearest = sorted((abs(own - p.density), own) for own in self.handling)
             asked = 1.0 if p.density == 1 else nearest[0][1]
+            if self.optimizer == "muon" and p.algorithm != "dense":
+                continue
             p = replace(self._with_tiny(p), density=asked)
             key, seconds = (p.algorithm, asked, p.wire), self._seconds(p, asked)
             if key not in found or seconds < found[key].seconds:
                 found[key] = Step(p, seconds, 0.0)
-        steps = sorted(found.values(), key=lambda step: step.seconds)
+        steps = sorted([*found.values(), *self._others()], key=lambda step: step.seconds)
         return sorted((step._replace(mean=self._mean(step)) for step in steps), key=lambda step: step.mean)
+
+    def _others(self) -> list[Step]:
+        """Ways that select no entries. What is exchanged after a block of steps is not hidden."""
+        found = []
+        for way in WAYS:
+            if way.name in self.work and self.optimizer in way.optimizers:
+                p = way.predict(self.shapes, size=self.ranks, link=self.link, work=self.work[way.name])
+                hidden = self.hidden if way.every == 1 else 0.0
+                found.append(Step(p, prediction.step_seconds(p, compute=self.compute, backward=hidden), 0.0))
+        return found
 
     def _mean(self, step: Step) -> float:
         """Seconds of a step over the whole training, the recommended warm-up included; dense gradients have none."""
         p = step.prediction
-        if p.density == 1:
-            return step.seconds
+        if p.algorithm not in ALGORITHMS or p.density == 1:
+            whole = BY_NAME[p.variant].dense_share if p.variant in BY_NAME else 0.0
+            dense = self._seconds(self._sending(p, 1.0), 1.0) if whole else 0.0
+            return whole * dense + (1 - whole) * step.seconds
         sent = shares(p.density).items()
         return sum(share * self._seconds(self._sending(p, density), p.density) for density, share in sent)
 
@@ -102,18 +127,18 @@ class Situation:
         An element and an entry cost what they were measured to at the density that the warm-up ends at.
         """
         if density == 1:
-            return predict("dense", k=self.numel, **self._exchange())
+            return prediction.predict("dense", k=self.numel, **self._exchange())
         own: dict[str, Any] = {"options": like.options, "handling": self.handling[like.density], "wire": like.wire}
         k = TopK(density).entries(self.numel)
-        return self._with_tiny(predict(like.algorithm, k=k, **own, **self._exchange()))
+        return self._with_tiny(prediction.predict(like.algorithm, k=k, **own, **self._exchange()))
 
     def _seconds(self, p: Prediction, target: float) -> float:
         """Seconds of a step; of a training whose density is or becomes `target`, updates wait for backward's end."""
         hidden = 0.0 if self.sends_updates and target < 1 else self.hidden
-        return step_seconds(p, compute=self.compute, backward=hidden)
+        return prediction.step_seconds(p, compute=self.compute, backward=hidden)
 
     def _with_tiny(self, p: Prediction) -> Prediction:
-        return with_whole(p, self.tiny if self.sends_updates else 0, size=self.ranks, link=self.link)
+        return prediction.with_whole(p, self.tiny if self.sends_updates else 0, size=self.ranks, link=self.link)
 
     def _exchange(self) -> dict[str, Any]:
         return {"size": self.ranks, "numel": self.numel, "link": self.link}

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from communicators import Link
+from sparse_collectives import ALGORITHMS, prediction
 
-from sparse_collectives.advise.accuracy import in_a_column
-from sparse_collectives.advise.measuring import NoAdvice
-from sparse_collectives.advise.recommendation import dense_step, recommend
-from sparse_collectives.advise.situation import Situation, Step
-from sparse_collectives.algorithms.table import ALGORITHMS
-from sparse_collectives.prediction.plain_table import amount, milliseconds, table
+from thinwire.advice.accuracy import in_a_column
+from thinwire.advice.measuring import NoAdvice
+from thinwire.advice.recommendation import dense_step, recommend
+from thinwire.advice.situation import Situation, Step
 
 GIGABITS = tuple(0.05 * 2**i for i in range(14))
 RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)
@@ -38,15 +37,20 @@ def as_text(situation: Situation) -> str:
     steps = situation.predictions()
     dense = dense_step(steps)
     rows = [_cells(situation, step, dense) for step in _shown(steps)]
-    parts = [_premises(situation), f"{table(HEADER, rows)}\n{LEGEND}", recommend(situation).text, _warning(situation)]
+    parts = [
+        _premises(situation),
+        f"{prediction.table(HEADER, rows)}\n{LEGEND}",
+        recommend(situation).text,
+        _warning(situation),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
 def _cells(situation: Situation, step: Step, dense: float) -> tuple[str, ...]:
     p, later, mean = step
-    times = map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean))
-    behind = "" if p.density == 1 else in_a_column(situation.known(p))
-    how = (p.variant, f"{p.density:.2g}", p.wire, amount(p.nbytes), str(p.rounds))
+    times = map(prediction.milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean))
+    behind = "" if p.algorithm == "dense" else in_a_column(situation.known(p))
+    how = (p.variant, f"{p.density:.2g}", p.wire, prediction.amount(p.nbytes), str(p.rounds))
     return (*how, *times, f"{dense / mean:.2f}×", behind)
 
 
@@ -109,7 +113,7 @@ def _shown(steps: list[Step]) -> list[Step]:
 
 
 def _premises(situation: Situation) -> str:
-    compute, hidden = milliseconds(situation.compute), milliseconds(situation.hidden)
+    compute, hidden = prediction.milliseconds(situation.compute), prediction.milliseconds(situation.hidden)
     overlap = f"buckets travel during the {hidden} ms of backward" if situation.hidden else "no overlap"
     lines = [f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}"]
     lines.append(f"{situation.ranks} ranks, {_network(situation)}")

@@ -1,0 +1,36 @@
+"""The command `thinwire`: which way to train, whether this installation can, and a slow network to try it on.
+
+    thinwire advise --parameters 25e6 --step-seconds 0.25 --link 1gbit --ranks 32
+    thinwire slow-link --rate 100mbit --delay 1ms -- torchrun --nproc-per-node 2 train.py
+
+Each has a --help of its own. `python -m thinwire` is the same, for mpiexec and torchrun.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from slow_link.__main__ import main as slow_link
+
+from thinwire.advice.command import main as advise
+
+COMMANDS = {"advise": advise, "slow-link": slow_link}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command that is named first; returns its exit status, 2 where there is none of that name."""
+    name, *given = argv or ["--help"]
+    if name in COMMANDS:
+        return COMMANDS[name](given)
+    wrong = name not in ("-h", "--help")
+    said = f"thinwire: {name!r} given, expected one of {', '.join(COMMANDS)}\n" if wrong else ""
+    print(f"{said}{__doc__}", end="", file=sys.stderr if wrong else sys.stdout)
+    return 2 if wrong else 0
+
+
+def command() -> int:
+    """Entry point of the installed script."""
+    return main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(command())

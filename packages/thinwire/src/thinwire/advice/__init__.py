@@ -1,0 +1,1 @@
+"""`python -m thinwire advise`: will sparse gradients help my training, on my network?"""

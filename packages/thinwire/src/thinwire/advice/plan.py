@@ -1,0 +1,190 @@
+"""The advice in Python: a plan that says why, and does what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from communicators import Link
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, sparse_hook
+from replicas import MuonAdamW
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from thinwire.advice.accuracy import warm_up
+from thinwire.advice.measuring import Trained, device_of, find_out, join
+from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
+from thinwire.advice.report import as_text
+from thinwire.advice.situation import DENSITIES, LINKS, TINY, Situation
+from thinwire.advice.ways import BY_NAME
+
+KINDS = ((MuonAdamW, "muon"), (AdamW, "adamw"), (Adam, "adam"), (SGD, "sgd"))
+ADAMS_BETA1, WAITING_BETA1 = 0.9, 0.5
+
+
+def advise(
+    model: nn.Module,
+    *,
+    steps_per_second: float,
+    optimizer: str | Optimizer,
+    link: str | Link | None = None,
+    ranks: int | None = None,
+    density: float | Iterable[float] | None = None,
+    overlap: bool = False,
+) -> Plan:
+    """Predicts training this model with every way to exchange, and recommends one. Takes seconds.
+
+        plan = thinwire.advise(model, steps_per_second=4, optimizer="adamw", link="100mbit", ranks=8)
+        print(plan)
+        model, optimizer = plan.apply(model, optimizer, steps=10_000)
+
+    Args:
+        model: Its trained parameters' shapes and device count.
+        steps_per_second: Of one rank that trains alone.
+        optimizer: "sgd", "adam", "adamw" or "muon", or one of these, with which you train.
+        link: A name of those that `thinwire advise --help` lists, or a `communicators.Link`; default: what the ranks
+            that run this are joined by is measured, which is collective.
+        ranks: With `link`: how many there will be.
+        density: One or several that are to be considered; yours are advised even if they are known to learn worse.
+        overlap: Whether gradients travel during backward, as in DDP.
+
+    Raises:
+        ValueError: An argument makes no sense.
+        NoAdvice: There is but one rank, and no link.
+    """
+    name = _named(optimizer)
+    if not steps_per_second > 0:
+        raise ValueError(f"steps_per_second is {steps_per_second}, expected above 0")
+    if link is not None and not isinstance(link, Link) and link not in LINKS:
+        raise ValueError(f"link is {link!r}, expected a Link(alpha, beta), None, or one of {', '.join(LINKS)}")
+    if (link is None) != (ranks is None):
+        raise ValueError("ranks goes with link: both of an assumed network, or neither where ranks are running")
+    if ranks is not None and ranks < 2:
+        raise ValueError(f"ranks is {ranks}, expected 2 or more: one exchanges nothing")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient")
+    assumed = LINKS[link] if isinstance(link, str) else link
+    comm = join(assumed)
+    densities = sorted({density} if isinstance(density, float | int) else set(density or DENSITIES), reverse=True)
+    if wrong := [each for each in densities if not 0 < each <= 1]:
+        raise ValueError(f"density is {wrong[0]}, expected above 0, and 1 at most")
+    situation = find_out(
+        Trained.of([p.shape for p in trained], 1 / steps_per_second),
+        comm,
+        lambda _: None,
+        device=device_of(str(trained[0].device), comm),
+        ranks=ranks or comm.size,
+        densities=densities,
+        link=assumed,
+        link_name=link if isinstance(link, str) else "given",
+        overlap=overlap,
+        optimizer=name,
+        chosen=density is not None,
+    )
+    return Plan(situation, recommend(situation))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Advice, as text by `print(plan)`.
+
+    Attributes:
+        situation: What was asked and measured, with all `predictions()`.
+        recommendation: The way that is recommended, why, and what comes next.
+    """
+
+    situation: Situation
+    recommendation: Recommendation
+
+    def __str__(self) -> str:
+        return as_text(self.situation)
+
+    def apply(
+        self, model: nn.Module, optimizer: Optimizer, *, steps: int, comm: Any = None
+    ) -> tuple[nn.Module, Optimizer]:
+        """Does what it says; collective over the ranks. Returns the model as it was given, and the optimizer to step.
+
+        In a DDP module its hook is registered, where the way has one. What is left to the training loop is said in the
+        text: `with optimizer.ahead():` round forward and backward, or `optimizer.average()` after each step.
+
+        Args:
+            model: The module, or DDP of it.
+            optimizer: Over its parameters, of the kind that was asked about; its settings are adapted as the text says.
+            steps: Of the whole training, for the warm-up.
+            comm: See `communicators.as_communicator`.
+
+        Raises:
+            ValueError: Another optimizer than was asked about, or DDP, which has sent the gradients before a way gets
+                them.
+        """
+        if _named(optimizer) != self.situation.optimizer:
+            raise ValueError(f"the advice is for {self.situation.optimizer}, but this is {type(optimizer).__name__}")
+        p, in_ddp = self.recommendation.step.prediction, isinstance(model, DistributedDataParallel)
+        if p.variant in BY_NAME:
+            return model, self._other(model, optimizer, steps, comm)
+        if p.algorithm == "dense":
+            if not in_ddp:
+                named: Any = {"algorithm": "dense", "wire": p.wire}
+                return model, DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **named)
+            if p.wire == "bf16":
+                _register(model, SparseHookState(algorithm="dense", wire="bf16"), sparse_hook)
+            return model, optimizer
+        settings: dict[str, Any] = {"density": warm_up(p.density, steps), "algorithm": p.algorithm, "wire": p.wire}
+        settings |= {"options": dict(p.options)} if p.options else {}
+        if self.situation.sends_updates:
+            _refuse_ddp(in_ddp, p.name)
+            _wait_less(optimizer)
+            named_parameters = model.named_parameters()
+            return model, UpdateOptimizer(optimizer, named_parameters, comm=comm, dense_below=TINY, **settings)
+        settings["momentum"] = _taken_momentum(optimizer)
+        if in_ddp:
+            _register(model, SparseHookState(**settings), sparse_hook)
+            return model, optimizer
+        return model, DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **settings)
+
+    def _other(self, model: nn.Module, optimizer: Optimizer, steps: int, comm: Any) -> Optimizer:
+        """A way that selects nothing."""
+        way, in_ddp = BY_NAME[self.recommendation.step.prediction.variant], isinstance(model, DistributedDataParallel)
+        if in_ddp and way.settings is not None:
+            _register(model, SparseHookState(**way.settings(steps)), sparse_hook)
+            return optimizer
+        _refuse_ddp(in_ddp, way.name)
+        if way.rate != 1 and self.situation.optimizer != "muon":
+            for group in optimizer.param_groups:
+                group["lr"] *= way.rate
+        return way.make(optimizer, model, comm, steps=steps, every=way.every)
+
+
+def _named(optimizer: str | Optimizer) -> str:
+    name = optimizer if isinstance(optimizer, str) else next((n for kind, n in KINDS if type(optimizer) is kind), None)
+    if name not in OPTIMIZERS:
+        given = repr(optimizer) if isinstance(optimizer, str) else type(optimizer).__name__
+        raise ValueError(f"optimizer is {given}, expected {', '.join(OPTIMIZERS)}, or torch's of that name")
+    return name
+
+
+def _register(ddp: Any, state: Any, hook: Any) -> None:
+    ddp.register_comm_hook(state, hook)
+
+
+def _refuse_ddp(in_ddp: bool, name: str) -> None:
+    if in_ddp:
+        raise ValueError(f"{name} exchanges after backward, where DDP has sent whole gradients: give the module itself")
+
+
+def _wait_less(optimizer: Optimizer) -> None:
+    """Adam's first moment in the usual setting is shortened, because waiting in residuals acts like momentum."""
+    for group in optimizer.param_groups:
+        if group.get("betas", (0.0,))[0] == ADAMS_BETA1:
+            group["betas"] = (WAITING_BETA1, group["betas"][1])
+
+
+def _taken_momentum(optimizer: Optimizer) -> float:
+    """SGD's momentum, which goes before the selection, and then is 0 in the optimizer."""
+    momentum: float = max(group["momentum"] for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.0
+    return momentum

@@ -1,0 +1,222 @@
+"""Ways to train that select no entries: what each sends, what it costs a rank, how it is made, and what to write.
+
+A way is advised where the record of `python -m bench convergence` knows how it learns, with the settings that stand
+here. Those of the periodic ones: MuLoCo (Thérien et al., 2025), SparseLoCo (Sarfi et al., 2025).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from communicators import Communicator, Link, SimulatedWorld
+from data_parallel import DistributedOptimizer, powersgd_sent
+from local_sgd import DiLoCo, SparseLoCo
+from sparse_collectives import Prediction, Traffic, prediction
+from torch import nn
+from torch.optim import Optimizer
+
+Shapes = Sequence[torch.Size]
+ADAMS, ALL = ("adam", "adamw"), ("sgd", "adam", "adamw", "muon")
+WARM_UP = 10
+"""A tenth of the steps is dense before PowerSGD begins."""
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
+OUTER_CODE = "partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)"
+CHUNK, SPARSELOCO_DENSITY = 4096, 0.021
+SIDE = 1024
+"""Parameters of which no shapes are known are taken for matrices of so many rows and columns."""
+MOST_ELEMENTS = 1 << 20
+"""Work is measured on at most so many elements."""
+MEASURED_RANKS = (2, 4)
+WARMED, REPEATS = 2, 3
+
+
+class Work(NamedTuple):
+    """Seconds of a rank's own work in one exchange, per element: fixed, and per rank that takes part."""
+
+    fixed: float = 0.0
+    per_rank: float = 0.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way, with its settings.
+
+    sent: (rank, size, shapes) -> traffic of an exchange. make: (optimizer, model, comm, steps=, every=) -> the wrapped
+    optimizer; steps: of the training. code: the same as text. hook: that of DDP as text, where there is one; settings:
+    (steps) -> its own. every: steps between two exchanges. density: share of elements that is sent.
+    dense_share: share of the steps that are dense first. rate: factor for the learning rate of Adam. optimizers: inner
+    ones that it is for.
+    """
+
+    algorithm: str
+    sent: Callable[[int, int, Shapes], Traffic]
+    make: Callable[..., Optimizer]
+    code: str
+    hook: str = ""
+    settings: Callable[[int], dict[str, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    every: int = 1
+    density: float = 1.0
+    dense_share: float = 0.0
+    rate: float = 1.0
+    optimizers: tuple[str, ...] = ALL
+
+    @property
+    def name(self) -> str:
+        """Algorithm and options, as in `Prediction.variant`."""
+        return " ".join([self.algorithm, *(f"{key}={value}" for key, value in self.options.items())])
+
+    def predict(self, shapes: Shapes, *, size: int, link: Link, work: Work) -> Prediction:
+        """A step's share of the exchange, as the busiest rank sees it. Its own work is none that backward could hide."""
+        numel, ranks = elements(shapes), prediction.ranks_of_interest(size)
+        found = prediction.network_seconds([self.sent(rank, size, shapes) for rank in ranks], [0.0] * len(ranks), link)
+        share = {name: value / self.every for name, value in found.items() if name != "rounds"}
+        return Prediction(
+            self.algorithm,
+            numel,
+            self.density,
+            "fp32",
+            round(share["nbytes"]),
+            found["rounds"],
+            numel * (work.fixed + work.per_rank * size) / self.every,
+            share["latency"],
+            share["transfer"],
+            0.0,
+            self.options,
+        )
+
+
+def _compressed(algorithm: str, sent: Callable[[int, int, Shapes], Traffic], *, rank: int | None = None) -> Way:
+    """A compressor of whole gradients; rank: PowerSGD's."""
+    options, code = (
+        ({}, "") if rank is None else ({"rank": rank}, f', options={{"rank": {rank}, "dense_steps": STEPS}}')
+    )
+
+    def settings(steps: int) -> dict[str, Any]:
+        return {"algorithm": algorithm, "options": options | ({"dense_steps": steps // WARM_UP} if options else {})}
+
+    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
+        return DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **settings(steps))
+
+    code = f'algorithm="{algorithm}"{code}'
+    whole = f"DistributedOptimizer(OPTIMIZER, model.named_parameters(), {code})"
+    in_ddp: dict[str, Any] = {"settings": settings, "hook": f"SparseHookState({code})"}
+    dense_share = 0.0 if rank is None else 1 / WARM_UP
+    return Way(algorithm, sent, make, whole, options=options, dense_share=dense_share, **in_ddp)
+
+
+def _power_sgd_sent(columns: int, rank: int, size: int, shapes: Shapes) -> Traffic:
+    return powersgd_sent(rank, size, shapes, columns)
+
+
+def _diloco(every: int, compress: str | None = None, *, rate: float = 1.0) -> Way:
+    def sent(rank: int, size: int, shapes: Shapes) -> Traffic:
+        if compress is None:
+            return Traffic.allreduce(4 * elements(shapes), rank, size, 4)
+        return Traffic.quantised(elements(shapes), rank, size, bits=2)
+
+    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
+        return DiLoCo(optimizer, model=model, comm=comm, sync_every=every, outer=OUTER, compress=compress)
+
+    also = {} if compress is None else {"compress": compress}
+    more = "" if compress is None else f', compress="{compress}"'
+    code = f"DiLoCo(OPTIMIZER, model=model, sync_every={every}, outer={OUTER_CODE}{more})"
+    settings: dict[str, Any] = {"options": {"sync_every": every, **also}, "every": every, "rate": rate}
+    return Way("diloco", sent, make, code, optimizers=(*ADAMS, "muon"), **settings)
+
+
+def _sparse_loco(every: int) -> Way:
+    def sent(rank: int, size: int, shapes: Shapes) -> Traffic:
+        chunks = -(-elements(shapes) // CHUNK)
+        kept = round(SPARSELOCO_DENSITY * CHUNK)
+        return Traffic.allgather([chunks * (4 + 7 * -(-kept // 4))] * size, rank)
+
+    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
+        return SparseLoCo(optimizer, model=model, comm=comm, sync_every=every, density=SPARSELOCO_DENSITY)
+
+    code = f"SparseLoCo(OPTIMIZER, model=model, sync_every={every}, density={SPARSELOCO_DENSITY})"
+    settings: dict[str, Any] = {"every": every, "density": SPARSELOCO_DENSITY, "optimizers": ADAMS}
+    return Way("sparseloco", sent, make, code, options={"sync_every": every}, **settings)
+
+
+WAYS: tuple[Way, ...] = (
+    _compressed("dense-int8", lambda rank, size, shapes: Traffic.quantised(elements(shapes), rank, size)),
+    *(_compressed("powersgd", partial(_power_sgd_sent, columns), rank=columns) for columns in (2, 4)),
+    _diloco(5),
+    _diloco(30, rate=0.5),
+    _diloco(30, "int2", rate=0.5),
+    _sparse_loco(5),
+)
+BY_NAME = {way.name: way for way in WAYS}
+
+
+def elements(shapes: Shapes) -> int:
+    """Number of elements of all."""
+    return sum(shape.numel() for shape in shapes)
+
+
+def assumed_shapes(numel: int) -> tuple[torch.Size, ...]:
+    """Matrices of SIDE × SIDE, one of the rows that are left, and a vector of the last elements."""
+    matrices, left = divmod(numel, SIDE * SIDE)
+    rest = torch.Size((left // SIDE, SIDE)), torch.Size((left % SIDE,))
+    return (*[torch.Size((SIDE, SIDE))] * matrices, *(shape for shape in rest if shape.numel()))
+
+
+def measure_work(shapes: Shapes, device: torch.device) -> dict[str, Work]:
+    """Work of one rank in one exchange of each way, by name, measured in simulated worlds on this device.
+
+    shapes: of the trained parameters; as many of them are taken as are within `MOST_ELEMENTS`, at least one.
+    """
+    few, found = list(_few(shapes)), {}
+    numel, without = elements(few), _seconds(None, few, device, 1)
+    for way in WAYS:
+        small, large = (max(0.0, _seconds(way, few, device, ranks) - without) / numel for ranks in MEASURED_RANKS)
+        per_rank = max(0.0, (large - small) / (MEASURED_RANKS[1] - MEASURED_RANKS[0]))
+        found[way.name] = Work(max(0.0, small - per_rank * MEASURED_RANKS[0]), per_rank)
+    return found
+
+
+def _few(shapes: Shapes) -> Iterator[torch.Size]:
+    """The first that are within the limit together; of a larger one alone, as many rows or elements as are."""
+    taken = 0
+    for shape in sorted(shapes, key=torch.Size.numel, reverse=True):
+        if taken + shape.numel() <= MOST_ELEMENTS:
+            taken += shape.numel()
+            yield shape
+        elif not taken:
+            inner = shape.numel() // shape[0]
+            cut = torch.Size((max(1, MOST_ELEMENTS // inner), *shape[1:]))
+            taken += cut.numel()
+            yield cut
+
+
+def _seconds(way: Way | None, shapes: Shapes, device: torch.device, ranks: int) -> float:
+    """Seconds of a rank in a step with one exchange, the least of several: simulated ranks take turns on one core."""
+
+    def steps(comm: Communicator) -> list[float]:
+        model = nn.ParameterList(nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if way is not None:
+            optimizer = way.make(optimizer, model, comm, steps=0, every=1)
+        exchange, times = getattr(optimizer, "average", lambda: None), []
+        for p in model:
+            p.grad = torch.randn_like(p)
+        for _ in range(WARMED + REPEATS):
+            begin = _now(device)
+            optimizer.step()
+            exchange()
+            times.append(_now(device) - begin)
+        return times[WARMED:]
+
+    return min(SimulatedWorld(ranks).run(steps)[0]) / (ranks if way else 1)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

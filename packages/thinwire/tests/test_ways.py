@@ -1,0 +1,311 @@
+"""The ways that select nothing: bytes as they are counted, lines that run, plans that do what they say."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import thinwire
+import torch
+import torch.distributed as dist
+from communicators import Link, SimulatedWorld
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, sparse_hook
+from local_sgd import DiLoCo, SparseLoCo
+from replicas import MuonAdamW, refuse_unlike
+from sparse_collectives import ALGORITHMS, Handling
+from thinwire.__main__ import main
+from thinwire.advice import accuracy
+from thinwire.advice.measuring import Trained
+from thinwire.advice.plan import KINDS, Plan
+from thinwire.advice.recommendation import OPTIMIZERS, recommend
+from thinwire.advice.report import as_text
+from thinwire.advice.situation import Situation
+from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements, measure_work
+from torch.nn.parallel import DistributedDataParallel
+
+CPU = torch.device("cpu")
+LINK, SLOW = Link(200e-6, 80e-9), Link(30e-3, 8e-6)
+NAMES = {"DistributedOptimizer": DistributedOptimizer, "DiLoCo": DiLoCo, "SparseLoCo": SparseLoCo, "partial": partial}
+
+
+def model_of():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(60, 70), torch.nn.ReLU(), torch.nn.Linear(70, 40))
+
+
+def inner_of(name, model):
+    make = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        "adam": lambda: torch.optim.Adam(model.parameters(), lr=1e-2),
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "muon": lambda: MuonAdamW(model, lr=1e-2),
+    }
+    return make[name]()
+
+
+def situation(optimizer="adamw", **changes):
+    trained = Trained.of([p.shape for p in model_of().parameters()], 0.01)
+    given = {
+        "numel": elements(trained.shapes),
+        "ranks": 3,
+        "device": "cpu",
+        "compute": trained.compute,
+        "hidden": 0.0,
+        "link": SLOW,
+        "link_name": "given",
+        "pairs": None,
+        "handling": {0.01: Handling(0.0, {}, dict.fromkeys(ALGORITHMS, 0.0))},
+        "tiny": trained.tiny,
+        "shapes": trained.shapes,
+        "work": {way.name: Work() for way in WAYS},
+    }
+    return Situation(**given | {"optimizer": optimizer} | changes)
+
+
+def exchanged(optimizer):
+    optimizer.step()
+    getattr(optimizer, "average", lambda: None)()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_bytes_are_those_that_a_training_sends(way, ranks):
+    """Of its busiest rank; beside them travels a little that does not grow with the model."""
+
+    def body(comm):
+        model = model_of()
+        optimizer = way.make(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, steps=0, every=1)
+        before = comm.bytes_sent
+        for _ in range(4):
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            exchanged(optimizer)
+        return (comm.bytes_sent - before) / 4
+
+    shapes = [p.shape for p in model_of().parameters()]
+    told = way.predict(shapes, size=ranks, link=LINK, work=Work())
+    counted = max(SimulatedWorld(ranks).run(body))
+    assert told.nbytes * way.every == pytest.approx(counted, rel=0.02, abs=16 * way.every + 100 * ranks)
+
+
+def test_a_step_has_its_share_of_an_exchange_after_a_block_and_hides_none():
+    found = {p.variant: (p, seconds) for p, seconds, _ in situation(hidden=0.005).predictions()}
+    often, rarely = found["diloco sync_every=5"], found["diloco sync_every=30"]
+    for name in ("latency", "transfer"):
+        assert getattr(often[0], name) == pytest.approx(6 * getattr(rarely[0], name))
+    for p, seconds in (often, rarely):
+        assert seconds == pytest.approx(0.01 + p.seconds)
+
+    def low_rank(hidden):
+        large = {"shapes": assumed_shapes(25_000_000), "numel": 25_000_000, "link": Link(0.0, 8e-9)}
+        steps = situation(hidden=hidden, **large).predictions()
+        return next(s.seconds for s in steps if s.prediction.variant == "powersgd rank=2")
+
+    assert low_rank(0.005) < low_rank(0.0)
+
+
+def test_the_dense_steps_before_power_sgd_are_in_its_mean():
+    steps = {s.prediction.name: s for s in situation().predictions()}
+    low_rank, dense = steps["powersgd rank=2"], steps["dense"]
+    assert low_rank.mean == pytest.approx(0.1 * dense.seconds + 0.9 * low_rank.seconds)
+
+
+def test_work_is_that_of_the_real_optimizers_and_grows_with_what_is_done():
+    work = measure_work(assumed_shapes(300_000), CPU)
+    assert set(work) == set(BY_NAME)
+    assert all(number >= 0 for one in work.values() for number in one)
+    packed, plain = (sum(work[f"diloco sync_every=30{more}"]) for more in (" compress=int2", ""))
+    assert packed > plain > 0
+
+
+@pytest.mark.parametrize("numel", [1, 1023, 1024, 1 << 20, 25_000_000])
+def test_assumed_shapes_have_all_elements(numel):
+    assert elements(assumed_shapes(numel)) == numel
+
+
+def test_nothing_is_selected_for_muon():
+    names = {p.algorithm for p, *_ in situation("muon").predictions()}
+    assert names == {"dense", "dense-int8", "powersgd", "diloco"}
+    assert "UpdateOptimizer" not in recommend(situation("muon")).text
+
+
+def test_what_is_known_of_one_task_alone_is_not_advised_unasked(monkeypatch):
+    def record(tasks):
+        same = {"optimizer": "adamw", "wire": "fp32", "ranks": 3, "seeds": 5, "steps": 100, "sends": "gradients"}
+        ways = ("sparseloco sync_every=5", 0.021, tasks), ("powersgd rank=4", 1.0, ("vit", "text"))
+        return [
+            {**same, "algorithm": algorithm, "density": density, "behind": 0.2, "task": task}
+            for algorithm, density, of in ways
+            for task in of
+        ]
+
+    found = []
+    for tasks in (("text",), ("text", "vit")):
+        monkeypatch.setattr(accuracy, "_record", partial(record, tasks))
+        work = {name: Work() for name in ("sparseloco sync_every=5", "powersgd rank=4")}
+        found.append(recommend(situation(work=work)))
+    one, two = found
+    assert one.step.prediction.algorithm == "powersgd"
+    assert "was measured with text alone" in one.reason
+    assert two.step.prediction.algorithm == "sparseloco"
+    assert "optimizer.average()" in two.text
+
+
+PLANS = [
+    pytest.param(optimizer, step.prediction.name, id=f"{optimizer}-{step.prediction.name}")
+    for optimizer in OPTIMIZERS
+    for step in situation(optimizer).predictions()
+]
+
+
+def planned(optimizer, name):
+    found = situation(optimizer)
+    step = next(step for step in found.predictions() if step.prediction.name == name)
+    return Plan(found, recommend(found)._replace(step=step))
+
+
+def loss_of(model, generator):
+    x = torch.randn(20, 60, generator=generator)
+    return (model(x) - 2 * x[:, :40]).square().mean()
+
+
+@pytest.mark.parametrize(("optimizer", "name"), PLANS)
+def test_a_plan_does_what_it_says(optimizer, name):
+    """Every way that may be advised: it learns, and at the end ranks have the same model."""
+    plan = planned(optimizer, name)
+
+    def backward(model, wrapped, generator):
+        if isinstance(wrapped, UpdateOptimizer):
+            with wrapped.ahead():
+                return backward(model, None, generator)
+        loss = loss_of(model, generator)
+        loss.backward()
+        return loss.item()
+
+    def body(comm):
+        generator, made, losses = torch.Generator().manual_seed(comm.rank), model_of(), []
+        model, wrapped = plan.apply(made, inner_of(optimizer, made), steps=60, comm=comm)
+        assert model is made
+        for _ in range(60):
+            wrapped.zero_grad()
+            losses.append(backward(model, wrapped, generator))
+            exchanged(wrapped)
+        getattr(wrapped, "finish", lambda: None)()
+        refuse_unlike(dict(model.named_parameters()), comm)
+        return sum(losses[:5]), sum(losses[-5:])
+
+    for first, last in SimulatedWorld(3).run(body):
+        assert last < 0.95 * first
+
+
+@pytest.mark.parametrize(
+    ("name", "betas", "rate"), [("gtopk", (0.5, 0.999), 1e-2), ("diloco sync_every=30", (0.9, 0.999), 5e-3)]
+)
+def test_settings_are_adapted_as_the_text_says(name, betas, rate):
+    model = model_of()
+    inner = inner_of("adamw", model)
+    planned("adamw", name).apply(model, inner, steps=100)
+    [group] = inner.param_groups
+    assert (group["betas"], group["lr"]) == (betas, rate)
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+IN_DDP = {"dense", "dense in bf16", "dense-int8", "powersgd rank=2", "powersgd rank=4"}
+
+
+@pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if "teams" not in each.values[1]])
+def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimizer, name, one_process):
+    plan, model = planned(optimizer, name), model_of()
+    inner, ddp = inner_of(optimizer, model), DistributedDataParallel(model)
+    if name not in IN_DDP and (optimizer != "sgd" or plan.situation.sends_updates):
+        with pytest.raises(ValueError, match="give the module itself"):
+            plan.apply(ddp, inner, steps=10)
+        return
+    assert plan.apply(ddp, inner, steps=10) == (ddp, inner)
+    loss_of(ddp, torch.Generator().manual_seed(0)).backward()
+    inner.step()
+
+
+@pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if each.values[1] in BY_NAME])
+def test_the_lines_run(optimizer, name, monkeypatch):
+    found = situation(optimizer)
+    steps = [s for s in found.predictions() if s.prediction.name in ("dense", name)]
+    monkeypatch.setattr(Situation, "predictions", lambda self: steps)
+    monkeypatch.setattr(
+        "thinwire.advice.situation.known", lambda *_, sends: accuracy.Known(0, 0, ("a", "b"), 1, (3, 3))
+    )
+    text, model = recommend(found).text, model_of()
+    assert text.startswith(f"Use {name}: ")
+    names = NAMES | {"SparseHookState": SparseHookState, "sparse_hook": sparse_hook, "torch": torch, "STEPS": 3}
+    names |= {"model": model, "inner": inner_of(optimizer, model), "registered": lambda *given: None}
+    run = 0
+    for line in text.splitlines():
+        where, _, code = line.partition(": ")
+        if where in ("Without DDP", "In DDP"):
+            code = code.replace(OPTIMIZERS[optimizer], "inner").replace("ddp.register_comm_hook", "registered")
+            exec(code, names)
+            run += 1
+    assert run == (2 if name in IN_DDP else 1)
+    assert ("average()" in text) == (name not in IN_DDP)
+
+
+def test_advise_in_python():
+    plan = thinwire.advise(model_of(), steps_per_second=100, optimizer="adamw", link="wan", ranks=8, density=0.01)
+    assert plan.situation.ranks == 8
+    assert list(plan.situation.shapes) == [p.shape for p in model_of().parameters()]
+    assert str(plan) == as_text(plan.situation)
+    assert plan.recommendation == recommend(plan.situation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": "lion"}, "optimizer is 'lion', expected sgd, adam, adamw, muon"),
+        ({"optimizer": torch.optim.Rprop([torch.zeros(2, requires_grad=True)])}, "optimizer is Rprop, expected"),
+        ({"steps_per_second": 0}, "steps_per_second is 0, expected above 0"),
+        ({"steps_per_second": float("nan")}, "steps_per_second is nan"),
+        ({"link": "10mbit"}, "link is '10mbit', expected a Link"),
+        ({"ranks": None}, "ranks goes with link"),
+        ({"link": None}, "ranks goes with link"),
+        ({"ranks": 1}, "ranks is 1, expected 2 or more"),
+        ({"density": 2.0}, "density is 2.0, expected above 0"),
+        ({"density": [0.1, 0.0]}, "density is 0.0, expected above 0"),
+        ({"model": torch.nn.ReLU()}, "no parameter of the model requires a gradient"),
+    ],
+)
+def test_arguments_that_make_no_sense(changes, said):
+    given = {"model": model_of(), "steps_per_second": 4, "optimizer": "sgd", "link": "wan", "ranks": 8}
+    with pytest.raises(ValueError, match=said):
+        thinwire.advise(**given | changes)
+
+
+def test_one_rank_without_a_link_is_told():
+    with pytest.raises(thinwire.NoAdvice, match="one rank: there is no network to measure"):
+        thinwire.advise(model_of(), steps_per_second=4, optimizer="sgd")
+
+
+def test_another_optimizer_than_was_asked_about_is_refused():
+    model = model_of()
+    with pytest.raises(ValueError, match="the advice is for adamw, but this is SGD"):
+        planned("adamw", "gtopk").apply(model, inner_of("sgd", model), steps=10)
+
+
+def test_an_optimizer_is_known_by_its_class():
+    for name in OPTIMIZERS:
+        assert [n for kind, n in KINDS if type(inner_of(name, model_of())) is kind] == [name]
+
+
+def test_commands(capsys):
+    assert main([]) == 0
+    assert "thinwire advise" in capsys.readouterr().out
+    assert main(["teach"]) == 2
+    assert "'teach' given, expected one of advise, slow-link" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["slow-link", "check", "--ranks", "3"])
+    assert ended.value.code == 2
