@@ -72,7 +72,7 @@ class Way:
         return " ".join([self.algorithm, *(f"{key}={value}" for key, value in self.options.items())])
 
     def predict(self, shapes: Shapes, *, size: int, link: Link, work: Work) -> Prediction:
-        """A step's share of the exchange, as the busiest rank sees it. Its own work is none that backward could hide."""
+        """A step's share of the exchange, as the busiest rank sees it; backward hides none of its own work."""
         numel, ranks = elements(shapes), prediction.ranks_of_interest(size)
         found = prediction.network_seconds([self.sent(rank, size, shapes) for rank in ranks], [0.0] * len(ranks), link)
         share = {name: value / self.every for name, value in found.items() if name != "rounds"}
