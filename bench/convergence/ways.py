@@ -10,7 +10,6 @@ from data_parallel import DistributedOptimizer, UpdateOptimizer
 from replicas import MuonAdamW
 from sparse_collectives import Algorithm
 from sparse_compress import DGCTopK, WarmUp
-from thinwire.advice.accuracy import warm_up
 from torch import nn
 from torch.optim import Optimizer
 
@@ -89,7 +88,7 @@ def _clip(run: Run) -> dict[str, Any]:
 
 def fitting(run: Run, algorithm: str | Algorithm = "gtopk", **more: Any) -> dict[str, Any]:
     """The settings that the README recommends."""
-    density = warm_up(run.density, run.steps)
+    density = WarmUp.recommended(run.density, run.steps)
     updates = {"updates": True, "dense_below": TINY}
     return {"algorithm": algorithm, "density": density, **updates, **_clip(run), **more}
 
@@ -105,7 +104,7 @@ def _without_warm_up(run: Run) -> dict[str, Any]:
 
 def _momentum_before(run: Run) -> dict[str, Any]:
     """Gradients are sent, after the correction: what a DDP hook can do."""
-    density = warm_up(run.density, run.steps)
+    density = WarmUp.recommended(run.density, run.steps)
     return {"algorithm": "gtopk", "density": density, "momentum": MOMENTUM, **_clip(run)}
 
 

@@ -18,11 +18,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from replicas import restored
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_parallel.exchange import Exchange
 from data_parallel.watching import watch
@@ -139,6 +139,60 @@ class ErrorLookahead:
                 yield
             finally:
                 self.now = False
+
+
+class FollowedModule:
+    """Look-ahead that a module's forward in training enters, and that is left by `leave`.
+
+    So do a forward in evaluation or without gradients, and a `state_dict` or `load_state_dict` of the module, which are
+    of the parameters that all ranks have in common.
+    """
+
+    def __init__(self, module: nn.Module, lookahead: ErrorLookahead) -> None:
+        self._lookahead, self._inside = lookahead, cast(AbstractContextManager[None] | None, None)
+        hooked: Any = module
+        before_state = _Hook(self, FollowedModule.before_state)
+        handles = [
+            hooked.register_forward_pre_hook(_Hook(self, FollowedModule.before_forward)),
+            hooked.register_state_dict_pre_hook(before_state),
+            hooked.register_load_state_dict_pre_hook(before_state),
+        ]
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
+
+    def before_forward(self, module: nn.Module, *_: Any) -> None:
+        """Enters, or leaves where no gradients are to be made."""
+        if not (module.training and torch.is_grad_enabled()):
+            self.leave()
+        elif not self._lookahead.now:
+            self._inside = self._lookahead.for_gradients()
+            self._inside.__enter__()
+
+    def before_state(self, *_: Any) -> None:
+        """Leaves, because a state is of the parameters that all ranks have in common."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Leaves what a forward has entered. RuntimeError: a parameter was written to meanwhile, which is undone."""
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.__exit__(None, None, None)
+
+
+class _Hook:
+    """Hook of a module that does not keep its owner alive; copies of it, and pickled ones, do nothing."""
+
+    def __init__(self, owner: FollowedModule | None = None, call: Callable[..., None] | None = None) -> None:
+        self._owner, self._call = None if owner is None else weakref.ref(owner), call
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *given: Any) -> None:
+        owner = None if self._owner is None else self._owner()
+        if owner is not None and self._call is not None:
+            self._call(owner, *given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
 
 
 def _nodes() -> int:

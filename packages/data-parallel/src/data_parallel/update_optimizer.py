@@ -11,22 +11,27 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from replicas import STATE_KEY
-from sparse_compress import all_finite
-from torch import Tensor
+from sparse_compress import WarmUp, all_finite
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by, without_looks
 from data_parallel.backward_order import take_over
-from data_parallel.lookahead import ErrorLookahead
+from data_parallel.lookahead import ErrorLookahead, FollowedModule
 from data_parallel.means import Means
 from data_parallel.optimizer import ExchangingOptimizer
 from data_parallel.optimizer_watch import too_short
 from data_parallel.rates import ByRates
 from data_parallel.settings import ExchangeSettings, Settings, check_count
+
+ADAMS_BETA1, WAITING_BETA1 = 0.9, 0.5
+USUAL_STEPS = 1000
+TINY = 256
+"""Elements: biases and norms, not matrices."""
 
 
 class UpdateOptimizer(ExchangingOptimizer):
@@ -96,12 +101,57 @@ class UpdateOptimizer(ExchangingOptimizer):
         if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
         self._step_correction = AdamStepCorrection(optimizer, self.comm)
+        self._followed: FollowedModule | None = None
         self._lookahead = ErrorLookahead(self._sent, self._exchange, lambda: ahead_by(optimizer, self.comm.size))
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
         self._open()
         self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}{self._rates.facts}")
         self.enter()
+
+    @classmethod
+    def for_model(
+        cls,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        steps: int | None = None,
+        density: float | Callable[[int], float] = 0.01,
+        beta1: float | None = WAITING_BETA1,
+        **settings: Any,
+    ) -> Self:
+        """Wraps the optimizer of a model in the recommended settings; the training loop stays as it is.
+
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+            optimizer = UpdateOptimizer.for_model(optimizer, model, steps=10_000)
+
+        The model's own forward in training enters `ahead`, and `step` leaves it. So do its forward in evaluation or
+        under no_grad, its `state_dict` and `load_state_dict`. In between, parameters that are read elsewise are this
+        rank's own. Call the model, not its parts: a forward past it is told of by a warning. torch.compile's
+        fullgraph=True has no place for that: there, use the constructor and `ahead`.
+
+        Args:
+            optimizer: See the class.
+            model: Module whose parameters the optimizer has, not in DDP.
+            steps: Steps of the whole training, of which the warm-up is a share: see `WarmUp.recommended`; default
+                1,000, that is 100 dense steps at 1 %.
+            density: Share that is sent after the warm-up, or a schedule in place of it.
+            beta1: Replaces Adam's first moment where that is 0.9, its default, because waiting in residuals acts like
+                momentum; None leaves it.
+            **settings: Other arguments of the class; dense_below is 256 here.
+
+        Returns:
+            The wrapped optimizer.
+        """
+        for group in optimizer.param_groups if beta1 is not None else ():
+            if group.get("betas", (0.0,))[0] == ADAMS_BETA1:
+                group["betas"] = (beta1, *group["betas"][1:])
+        if not callable(density):
+            density = WarmUp.recommended(density, USUAL_STEPS if steps is None else steps)
+        given: dict[str, Any] = {"density": density, "dense_below": TINY, **settings}
+        made = cls(optimizer, model.named_parameters(), **given)
+        made._followed = FollowedModule(model, made._lookahead)
+        return made
 
     @property
     def is_ahead(self) -> bool:
@@ -198,6 +248,8 @@ class UpdateOptimizer(ExchangingOptimizer):
         return take_back
 
     def _refuse_mid_step(self, what: str) -> None:
+        if self._followed is not None:
+            self._followed.leave()
         if self._lookahead.now:
             raise RuntimeError(f"{what} inside ahead(), where parameters are not those of all ranks: leave it first")
 

@@ -1,5 +1,7 @@
 """Densities: the share of elements to send; exact top-k at a given one; and one that changes with the steps."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -11,6 +13,7 @@ from sparse_compress.selection import ANY, Plan, Selection, topk
 from sparse_compress.vector import SparseVector
 
 SHARE = "the fraction of elements to send"
+FEW = 0.01
 STAGES = (0.25, 0.0625, 0.015625, 0.004)
 
 
@@ -98,6 +101,19 @@ class WarmUp:
             raise ValueError("stages is empty, expected the densities of a warm-up, such as (1.0,)")
         above = tuple(stage for stage in given if stage > self.density)
         object.__setattr__(self, "stages", above or (self.density,))
+
+    @classmethod
+    def recommended(cls, density: float, steps: int) -> WarmUp:
+        """Warm-up of a training of so many steps: dense in the first tenth; below 1 %, the paper's for the first fifth.
+
+        Measured by `python -m bench convergence`: below 1 % models learn better so than by dense steps, and it sends
+        less.
+
+        Args:
+            density: Final share.
+            steps: Number of steps of the whole training.
+        """
+        return cls(density, steps // 5) if density < FEW else cls(density, steps // 10, stages=(1.0,))
 
     def __call__(self, step: int) -> float:
         """Density of a step.

@@ -1,4 +1,4 @@
-"""Accuracy measured for training with an exchange (the record of `python -m bench convergence`), and its warm-up.
+"""Accuracy measured for training with an exchange (the record of `python -m bench convergence`).
 
 `accuracy.json` is written by that command (`--accuracy FILE`), never by hand.
 """
@@ -13,8 +13,6 @@ from sparse_compress import WarmUp
 
 MOST_BEHIND = 1.0
 """Points of accuracy, of text percent of perplexity: what is known to lose more is not advised unasked."""
-FEW = 0.01
-"""Below it DGC's own warm-up is advised: at 0.1 % models learn better by it than by dense steps, and it sends less."""
 
 
 class Known(NamedTuple):
@@ -76,17 +74,10 @@ def in_words(found: Known | None, optimizer: str, ranks: int) -> str:
     )
 
 
-def warm_up(density: float, steps: int) -> WarmUp:
-    """Recommended warm-up: dense for the first tenth of the steps; below 1 %, DGC's stages for the first fifth.
-
-    Measured by `python -m bench convergence`, where "gtopk, dense tenth" is the first at 0.1 % too.
-    """
-    return WarmUp(density, steps // 5) if density < FEW else WarmUp(density, steps // 10, stages=(1.0,))
-
-
 def shares(density: float, steps: int = 1000) -> dict[float, float]:
     """{density: share of the training's steps that use it} under the recommended warm-up."""
-    return {sent: count / steps for sent, count in Counter(map(warm_up(density, steps), range(steps))).items()}
+    sent = Counter(map(WarmUp.recommended(density, steps), range(steps)))
+    return {each: count / steps for each, count in sent.items()}
 
 
 @cache

@@ -9,19 +9,18 @@ from typing import Any
 from communicators import Link
 from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, sparse_hook
 from replicas import MuonAdamW
+from sparse_compress import WarmUp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from thinwire.advice.accuracy import warm_up
 from thinwire.advice.measuring import Trained, device_of, find_out, join
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
-from thinwire.advice.situation import DENSITIES, LINKS, TINY, Situation
+from thinwire.advice.situation import DENSITIES, LINKS, Situation
 from thinwire.advice.ways import BY_NAME
 
 KINDS = ((MuonAdamW, "muon"), (AdamW, "adamw"), (Adam, "adam"), (SGD, "sgd"))
-ADAMS_BETA1, WAITING_BETA1 = 0.9, 0.5
 
 
 def advise(
@@ -107,8 +106,8 @@ class Plan:
     ) -> tuple[nn.Module, Optimizer]:
         """Does what it says; collective over the ranks. Returns the model as it was given, and the optimizer to step.
 
-        In a DDP module its hook is registered, where the way has one. What is left to the training loop is said in the
-        text: `with optimizer.ahead():` round forward and backward, or `optimizer.average()` after each step.
+        In a DDP module its hook is registered, where the way has one. The training loop stays as it is, but for ways
+        that average models: `optimizer.average()` after each step, as the text says.
 
         Args:
             model: The module, or DDP of it.
@@ -132,14 +131,13 @@ class Plan:
             if p.wire == "bf16":
                 _register(model, SparseHookState(algorithm="dense", wire="bf16"), sparse_hook)
             return model, optimizer
-        settings: dict[str, Any] = {"density": warm_up(p.density, steps), "algorithm": p.algorithm, "wire": p.wire}
+        settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire}
         settings |= {"options": dict(p.options)} if p.options else {}
         if self.situation.sends_updates:
             _refuse_ddp(in_ddp, p.name)
-            _wait_less(optimizer)
-            named_parameters = model.named_parameters()
-            return model, UpdateOptimizer(optimizer, named_parameters, comm=comm, dense_below=TINY, **settings)
-        settings["momentum"] = _taken_momentum(optimizer)
+            given: dict[str, Any] = {"steps": steps, "density": p.density, "comm": comm}
+            return model, UpdateOptimizer.for_model(optimizer, model, **given, **settings)
+        settings |= {"density": WarmUp.recommended(p.density, steps), "momentum": _taken_momentum(optimizer)}
         if in_ddp:
             _register(model, SparseHookState(**settings), sparse_hook)
             return model, optimizer
@@ -173,13 +171,6 @@ def _register(ddp: Any, state: Any, hook: Any) -> None:
 def _refuse_ddp(in_ddp: bool, name: str) -> None:
     if in_ddp:
         raise ValueError(f"{name} exchanges after backward, where DDP has sent whole gradients: give the module itself")
-
-
-def _wait_less(optimizer: Optimizer) -> None:
-    """Adam's first moment in the usual setting is shortened, because waiting in residuals acts like momentum."""
-    for group in optimizer.param_groups:
-        if group.get("betas", (0.0,))[0] == ADAMS_BETA1:
-            group["betas"] = (WAITING_BETA1, group["betas"][1])
 
 
 def _taken_momentum(optimizer: Optimizer) -> float:

@@ -4,23 +4,17 @@ from typing import NamedTuple
 
 from sparse_collectives import ALGORITHMS, Prediction
 
-from thinwire.advice.accuracy import FEW, MOST_BEHIND, in_words
-from thinwire.advice.situation import TINY, Situation, Step
+from thinwire.advice.accuracy import MOST_BEHIND, in_words
+from thinwire.advice.situation import Situation, Step
 from thinwire.advice.ways import BY_NAME
 
-FOR_UPDATES = {
-    "sgd": "SGD(..., momentum=0.9)",
-    "adam": "Adam(..., betas=(0.5, 0.999))",
-    "adamw": "AdamW(..., betas=(0.5, 0.999))",
-}
-"""Optimizers of the user, as they are written for updates."""
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(...)",
     "adam": "torch.optim.Adam(...)",
     "adamw": "torch.optim.AdamW(...)",
     "muon": "replicas.MuonAdamW(model, ...)",
 }
-"""The same, as they are written for all else."""
+"""Optimizers of the user, as they are written."""
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""
 AS_FAST = 1.05
@@ -160,19 +154,17 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
 
 
 def _lines(situation: Situation, p: Prediction) -> list[str]:
-    """Code of a sparse exchange, and the meaning of its STEPS."""
-    stages, steps = ", stages=(1.0,)", "STEPS: the first tenth of yours, in which all is sent."
-    if p.density < FEW:
-        stages, steps = "", "STEPS: the first fifth of yours, in which ever less is sent."
+    """Code of a sparse exchange."""
     options = f", options={dict(p.options)}" if p.variant != p.algorithm else ""
     wire = f', wire="{p.wire}"' if p.wire != "fp32" else ""
-    setting = f'density=WarmUp({p.density:.2g}, steps=STEPS{stages}), algorithm="{p.algorithm}"{options}{wire}'
+    setting, steps = f'algorithm="{p.algorithm}"{options}{wire}', "STEPS: of your whole training, for the warm-up."
     if not situation.sends_updates:
-        hook = f"ddp.register_comm_hook(SparseHookState({setting}, momentum=0.9), sparse_hook)"
+        density = f"density=WarmUp.recommended({p.density:.2g}, STEPS)"
+        hook = f"ddp.register_comm_hook(SparseHookState({density}, {setting}, momentum=0.9), sparse_hook)"
         return [f"In DDP: {hook}, and no momentum in the optimizer.", steps]
-    inner = f"torch.optim.{FOR_UPDATES[situation.optimizer]}, model.named_parameters()"
-    made = f"Without DDP: optimizer = UpdateOptimizer({inner}, {setting}, dense_below={TINY})"
-    return [f"{made}, and forward and backward in `with optimizer.ahead():`.", steps]
+    inner = OPTIMIZERS[situation.optimizer].replace("SGD(...)", "SGD(..., momentum=0.9)")
+    made = f"UpdateOptimizer.for_model({inner}, model, steps=STEPS, density={p.density:.2g}, {setting})"
+    return [f"Without DDP: optimizer = {made}", steps]
 
 
 def _other_lines(situation: Situation, p: Prediction) -> list[str]:

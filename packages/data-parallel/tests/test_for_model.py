@@ -1,0 +1,236 @@
+"""`UpdateOptimizer.for_model`: the recommended settings, and a training loop that stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from communicators import SimulatedWorld
+from data_parallel import UpdateOptimizer
+from hypothesis import given
+from hypothesis import strategies as st
+from sparse_compress import WarmUp
+from torch import nn
+
+INNER = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+STEPS = 12
+
+
+def model_of():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.0), nn.ReLU(), nn.Linear(50, 3))
+
+
+def batch(rank, step):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def bits(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def by_hand(comm, inner, accumulate=1, **settings):
+    """The lines of before."""
+    model = model_of()
+    made = INNER[inner](model.parameters())
+    if inner == "adamw":
+        made.param_groups[0]["betas"] = (0.5, 0.999)
+    density = WarmUp(0.05, STEPS // 10, stages=(1.0,))
+    given = {"density": density, "dense_below": 256, **settings}
+    optimizer = UpdateOptimizer(made, model.named_parameters(), comm=comm, **given)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.ahead():
+            for part in range(accumulate):
+                model(batch(comm.rank, step + part)).square().mean().backward()
+        optimizer.step()
+    return bits(model.parameters())
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@given(size=st.sampled_from([1, 2, 3, 5]), evaluates=st.booleans())
+def test_it_is_the_lines_that_were_written_by_hand(inner, accumulate, size, evaluates):
+    """Bit for bit, whatever is looked at between the steps; a look between backward and step does not harm either."""
+
+    def body(comm):
+        model = model_of()
+        optimizer = UpdateOptimizer.for_model(
+            INNER[inner](model.parameters()), model, steps=STEPS, density=0.05, comm=comm
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for part in range(accumulate):
+                model(batch(comm.rank, step + part)).square().mean().backward()
+            if evaluates and step % 2:
+                model.eval()
+                model(batch(0, 0))
+                model.train()
+            optimizer.step()
+            if evaluates:
+                with torch.no_grad():
+                    model(batch(1, 1))
+                model.state_dict()
+        return bits(model.parameters())
+
+    ours, theirs = (
+        SimulatedWorld(size).run(body),
+        SimulatedWorld(size).run(lambda comm: by_hand(comm, inner, accumulate)),
+    )
+    for own, hand in zip(ours, theirs, strict=True):
+        assert torch.equal(own, hand)
+        assert torch.equal(own, ours[0])
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model: bits(model.state_dict().values()),
+        lambda model: (model.eval(), model(torch.zeros(1, 6)), bits(model.parameters()))[-1],
+        lambda model: no_grad(model),
+        lambda model: (model.load_state_dict(copy.deepcopy(model.state_dict())), bits(model.parameters()))[-1],
+    ],
+    ids=["state_dict", "eval", "no_grad", "load_state_dict"],
+)
+def test_between_forward_and_step_a_look_sees_what_all_ranks_have(look):
+    def body(comm):
+        model = model_of()
+        inner = INNER["adamw"](model.parameters())
+        optimizer = UpdateOptimizer.for_model(inner, model, density=lambda step: 0.05, comm=comm)
+        for step in range(3):
+            model(batch(comm.rank, step)).square().mean().backward()
+            optimizer.step()
+        shared = bits(model.parameters())
+        model(batch(comm.rank, 9)).square().mean().backward()
+        inside = bits(model.parameters())
+        assert optimizer.is_ahead
+        seen = look(model)
+        assert not optimizer.is_ahead
+        assert torch.equal(seen, shared)
+        assert not torch.equal(inside, shared)
+        model.train()
+        optimizer.step()
+        return bits(model.parameters())
+
+    first, second = SimulatedWorld(2).run(body)
+    assert torch.equal(first, second)
+
+
+def no_grad(model):
+    with torch.no_grad():
+        model(torch.zeros(1, 6))
+    return bits(model.parameters())
+
+
+def test_the_optimizers_own_state_and_closures_leave_too():
+    model = model_of()
+    optimizer = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model)
+
+    def loss():
+        optimizer.zero_grad()
+        found = model(batch(0, 0)).square().mean()
+        found.backward()
+        return found
+
+    model(batch(0, 0)).square().mean().backward()
+    assert optimizer.is_ahead
+    optimizer.state_dict()
+    assert not optimizer.is_ahead
+    model(batch(0, 0)).square().mean().backward()
+    assert optimizer.step(loss) > 0
+    assert not optimizer.is_ahead
+    with optimizer.ahead():
+        loss()
+    optimizer.step()
+
+
+def test_the_recommended_settings_and_ones_own():
+    def made(**settings):
+        model = model_of()
+        inner = torch.optim.AdamW(model.parameters(), betas=settings.pop("betas", (0.9, 0.99)))
+        return UpdateOptimizer.for_model(inner, model, **settings)
+
+    optimizer = made(steps=2000)
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.99)
+    assert schedule(optimizer) == WarmUp(0.01, 200, stages=(1.0,))
+    assert schedule(made()) == WarmUp(0.01, 100, stages=(1.0,))
+    assert schedule(made(steps=2000, density=0.001)) == WarmUp(0.001, 400)
+    assert "dense_below=256" in repr(optimizer)
+    assert "dense_below=256" not in repr(made(dense_below=0))
+    assert made(beta1=None).param_groups[0]["betas"] == (0.9, 0.99)
+    assert made(beta1=0.7).param_groups[0]["betas"] == (0.7, 0.99)
+    assert made(betas=(0.8, 0.99)).param_groups[0]["betas"] == (0.8, 0.99)
+    assert repr(made(algorithm="spardl")).count("spardl") == 1
+    with pytest.raises(TypeError):
+        made(steps="many")
+
+
+def schedule(optimizer):
+    return optimizer._exchange.settings.density
+
+
+def test_the_optimizer_is_not_kept_by_its_module_and_copies_are_their_own():
+    model = model_of()
+    optimizer = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model, density=lambda step: 0.05)
+    twin, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    torch.save(model, io.BytesIO())
+    for other in (twin, again):
+        other(batch(0, 0)).square().mean().backward()
+        assert not optimizer.is_ahead
+    hooks = model._forward_pre_hooks, model._state_dict_pre_hooks, model._load_state_dict_pre_hooks
+    assert all(hooks)
+    del optimizer
+    gc.collect()
+    assert not any(hooks)
+    model(batch(0, 0))
+
+
+def test_a_forward_past_the_model_is_told_of():
+    def body(comm):
+        model = model_of()
+        inner = INNER["adamw"](model.parameters())
+        optimizer = UpdateOptimizer.for_model(inner, model, density=0.05, steps=10, comm=comm)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(2):
+                model[3](model[0](batch(comm.rank, step))).square().mean().backward()
+                optimizer.step()
+        return [str(one.message) for one in told]
+
+    assert any("without what waits in the residuals" in said for said in SimulatedWorld(2).run(body)[0])
+
+
+def test_a_parameter_that_is_written_to_between_forward_and_step_is_an_error():
+    model = model_of()
+    optimizer = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model)
+    model(batch(0, 0)).square().mean().backward()
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.1, 0.1)
+    with pytest.raises(RuntimeError, match=r"'0.weight' was written to inside ahead\(\)"):
+        optimizer.step()
+
+
+def test_a_compiled_model():
+    def losses(compiles):
+        model = model_of()
+        optimizer = UpdateOptimizer.for_model(INNER["sgd"](model.parameters()), model, density=lambda step: 0.05)
+        called = torch.compile(model, backend="eager") if compiles else model
+        found = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = called(batch(0, step)).square().mean()
+            loss.backward()
+            assert optimizer.is_ahead
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(True) == pytest.approx(losses(False))
