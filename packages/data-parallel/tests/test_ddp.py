@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from communicators import CollectiveError
 from data_parallel import SparseHookState, sparse_hook
+from sparse_compress import WarmUp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -165,3 +166,73 @@ def test_a_layer_that_is_trained_again_without_a_new_ddp_is_named():
     model[2].requires_grad_(True)
     with pytest.raises(ValueError, match=r"DDP does not bring: \['2.bias', '2.weight'\]\. After requires_grad_"):
         backward(ddp, 2)
+
+
+def by_hook(inner, **settings):
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    ddp, optimizer = DistributedDataParallel(model), inner(model.parameters())
+    return ddp, optimizer, SparseHookState.for_model(ddp, optimizer, **settings)
+
+
+def sgd(parameters, **changes):
+    return torch.optim.SGD(parameters, **{"lr": 0.1, "momentum": 0.9, **changes})
+
+
+def test_for_model_is_the_lines_that_were_written_by_hand():
+    def steps(ddp, optimizer):
+        for step in range(12):
+            backward(ddp, step)
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in ddp.parameters()])
+
+    torch.manual_seed(0)
+    ddp, optimizer, _ = by_hook(sgd, steps=20, density=0.1, algorithm="spardl")
+    assert optimizer.param_groups[0]["momentum"] == 0
+    ours = steps(ddp, optimizer)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    hand, names = DistributedDataParallel(model), model.named_parameters()
+    density = WarmUp(0.1, 2, stages=(1.0,))
+    state = SparseHookState(density=density, algorithm="spardl", momentum=0.9, named_parameters=names)
+    hand.register_comm_hook(state, sparse_hook)
+    assert torch.equal(ours, steps(hand, sgd(hand.parameters(), momentum=0.0)))
+
+
+def test_for_model_leaves_momentum_where_all_is_sent():
+    for algorithm in ("dense", "dense-int8", "powersgd"):
+        _, optimizer, _ = by_hook(sgd, algorithm=algorithm)
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+    by_hook(torch.optim.AdamW, algorithm="powersgd")
+
+
+@pytest.mark.parametrize(
+    ("inner", "error", "said"),
+    [
+        (torch.optim.AdamW, ValueError, "the optimizer is AdamW, which learns badly"),
+        (lambda parameters: sgd(parameters, nesterov=True), ValueError, "Nesterov's momentum and dampening"),
+        (lambda parameters: sgd(parameters, dampening=0.1), ValueError, "Nesterov's momentum and dampening"),
+        (
+            lambda parameters: sgd([{"params": list(parameters)[:2]}, {"params": [], "momentum": 0.5}]),
+            ValueError,
+            r"groups have the momenta \[0.5, 0.9\]",
+        ),
+    ],
+)
+def test_for_model_refuses_what_would_learn_badly_and_changes_nothing(inner, error, said):
+    made = []
+
+    def kept(parameters):
+        made.append(inner(parameters))
+        return made[0]
+
+    with pytest.raises(error, match=said):
+        by_hook(kept)
+    assert [group.get("momentum") for group in made[0].param_groups] == [
+        group.get("momentum") for group in inner(nn.Linear(2, 2).parameters()).param_groups
+    ]
+
+
+def test_for_model_is_for_a_module_in_ddp():
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="ddp is a Linear, expected a DistributedDataParallel"):
+        SparseHookState.for_model(model, sgd(model.parameters()))

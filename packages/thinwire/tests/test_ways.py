@@ -9,7 +9,7 @@ import thinwire
 import torch
 import torch.distributed as dist
 from communicators import Link, SimulatedWorld
-from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
+from data_parallel import DistributedOptimizer, SparseHookState
 from local_sgd import DiLoCo, SparseLoCo
 from replicas import MuonAdamW, refuse_unlike
 from sparse_collectives import ALGORITHMS, Handling
@@ -227,7 +227,7 @@ def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimiz
 
 
 @pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if each.values[1] in BY_NAME])
-def test_the_lines_run(optimizer, name, monkeypatch):
+def test_the_lines_run(optimizer, name, monkeypatch, one_process):
     found = situation(optimizer)
     steps = [s for s in found.predictions() if s.prediction.name in ("dense", name)]
     monkeypatch.setattr(Situation, "predictions", lambda self: steps)
@@ -236,14 +236,14 @@ def test_the_lines_run(optimizer, name, monkeypatch):
     )
     text, model = recommend(found).text, model_of()
     assert text.startswith(f"Use {name}: ")
-    names = NAMES | {"SparseHookState": SparseHookState, "sparse_hook": sparse_hook, "torch": torch, "STEPS": 3}
-    names |= {"model": model, "inner": inner_of(optimizer, model), "registered": lambda *given: None}
+    names = NAMES | {"SparseHookState": SparseHookState, "torch": torch, "STEPS": 3}
+    inner = inner_of(optimizer, model)
+    names |= {"model": model, "inner": inner, "ddp": DistributedDataParallel(model), "optimizer": inner}
     run = 0
     for line in text.splitlines():
         where, _, code = line.partition(": ")
         if where in ("Without DDP", "In DDP"):
-            code = code.replace(OPTIMIZERS[optimizer], "inner").replace("ddp.register_comm_hook", "registered")
-            exec(code, names)
+            exec(code.replace(OPTIMIZERS[optimizer], "inner"), names)
             run += 1
     assert run == (2 if name in IN_DDP else 1)
     assert ("average()" in text) == (name not in IN_DDP)

@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any, Self, TypedDict
 
 from sparse_collectives import ALGORITHMS, DENSE_WIRES, Algorithm, resolve
-from sparse_compress import Compressor, TopK, arguments
+from sparse_compress import Compressor, TopK, WarmUp, arguments
 
 from data_parallel.schemes.dense import DenseCompressor
 from data_parallel.schemes.table import COMPRESSORS, known_compressor
 
 DENSITY = 0.01
+USUAL_STEPS = 1000
 DensitySchedule = Callable[[int], float]
 """Maps the number of steps taken to the fraction of elements that a rank sends in the next one."""
 
@@ -209,6 +210,11 @@ def fixed(owner: object, name: str) -> AttributeError:
     """Error for a setting that is assigned after construction, when it would have no effect."""
     what = type(owner).__name__
     return AttributeError(f"{name} of {what} is fixed when that is made: set now it would do nothing")
+
+
+def scheduled(density: float | DensitySchedule, steps: int | None) -> DensitySchedule:
+    """Density with the recommended warm-up of a training of so many steps, USUAL_STEPS where that is not known."""
+    return density if callable(density) else WarmUp.recommended(density, USUAL_STEPS if steps is None else steps)
 
 
 def _compressor(given: Any, density: Any) -> Compressor:

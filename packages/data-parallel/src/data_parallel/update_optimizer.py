@@ -15,7 +15,7 @@ from typing import Any, Self, Unpack
 
 import torch
 from replicas import STATE_KEY
-from sparse_compress import WarmUp, all_finite
+from sparse_compress import all_finite
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -26,10 +26,9 @@ from data_parallel.means import Means
 from data_parallel.optimizer import ExchangingOptimizer
 from data_parallel.optimizer_watch import too_short
 from data_parallel.rates import ByRates
-from data_parallel.settings import ExchangeSettings, Settings, check_count
+from data_parallel.settings import ExchangeSettings, Settings, check_count, scheduled
 
 ADAMS_BETA1, WAITING_BETA1 = 0.9, 0.5
-USUAL_STEPS = 1000
 TINY = 256
 """Elements: biases and norms, not matrices."""
 
@@ -146,9 +145,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         for group in optimizer.param_groups if beta1 is not None else ():
             if group.get("betas", (0.0,))[0] == ADAMS_BETA1:
                 group["betas"] = (beta1, *group["betas"][1:])
-        if not callable(density):
-            density = WarmUp.recommended(density, USUAL_STEPS if steps is None else steps)
-        given: dict[str, Any] = {"density": density, "dense_below": TINY, **settings}
+        given: dict[str, Any] = {"density": scheduled(density, steps), "dense_below": TINY, **settings}
         made = cls(optimizer, model.named_parameters(), **given)
         made._followed = FollowedModule(model, made._lookahead)
         return made

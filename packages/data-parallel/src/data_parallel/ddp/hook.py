@@ -19,12 +19,14 @@ from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
 
 from data_parallel.ddp.buckets import Accumulated, Buckets
 from data_parallel.ddp.saved_layout import SavedBucketLayout
 from data_parallel.exchange import Exchange, Mean
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
-from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
+from data_parallel.settings import DENSITY, ExchangeSettings, Settings, fixed, refuse_elastic, scheduled
 from data_parallel.state_dict import RESHARD
 from data_parallel.watching import at_the_end
 
@@ -121,6 +123,55 @@ class SparseHookState:
         self._set_up(process_group, settings=checked, grad_scaler=grad_scaler, named=named)
         if process_group is not None or default_group() is not None:
             self._ready()
+
+    @classmethod
+    def for_model(
+        cls,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer,
+        *,
+        steps: int | None = None,
+        density: float | Callable[[int], float] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Registers the hook in the recommended settings; the training loop stays as it is.
+
+            ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            state = SparseHookState.for_model(ddp, optimizer, steps=10_000)
+
+        Where the algorithm selects, the momentum of the SGD moves to the state, so that it comes before the selection.
+
+        Args:
+            ddp: Module without a hook.
+            optimizer: Over its parameters.
+            steps: Steps of the whole training, of which the warm-up is a share: see `WarmUp.recommended`; default
+                1,000, that is 100 dense steps at 1 %.
+            density: Share that is sent after the warm-up, default 0.01, or a schedule in place of it.
+            **settings: Other arguments of the class.
+
+        Returns:
+            The state, to be saved in checkpoints.
+
+        Raises:
+            TypeError: The module is not in DDP.
+            ValueError: The algorithm selects, and the optimizer is no SGD, has Nesterov's momentum or dampening, or
+                groups with different momenta.
+        """
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel, which has the hook")
+        exchange = {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__}
+        if selects := Settings.of(cls, exchange).may_select:
+            density = scheduled(DENSITY if density is None else density, steps)
+            settings = {"momentum": _momentum_of(optimizer), **settings}
+        if density is not None:
+            settings["density"] = density
+        elsewhere = None if ddp.process_group is default_group() else ddp.process_group
+        named = ddp.module.named_parameters()
+        made = cls(**{"process_group": elsewhere, "named_parameters": named, **settings})
+        for group in optimizer.param_groups if selects else ():
+            group["momentum"] = 0.0
+        ddp.register_comm_hook(made, sparse_hook)
+        return made
 
     def _set_up(
         self, group: Any, *, settings: Settings, grad_scaler: Any, named: Any, known: Any = (), kept: Any = None
@@ -404,6 +455,24 @@ def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Fut
             "compiled graph, and takes no result: set torch._dynamo.config.optimize_ddp = True (its default)"
         )
     return state.exchange(bucket)
+
+
+def _momentum_of(optimizer: Optimizer) -> float:
+    """Momentum of an SGD, for the state in its place."""
+    if type(optimizer) is not SGD:
+        raise ValueError(
+            f"the optimizer is {type(optimizer).__name__}, which learns badly from few gradients. {INSTEAD}"
+        )
+    groups = optimizer.param_groups
+    if any(group["nesterov"] or group["dampening"] for group in groups):
+        raise ValueError(
+            "Nesterov's momentum and dampening have no counterpart before the selection: give the SGD neither, or use "
+            "UpdateOptimizer without DDP"
+        )
+    momenta = {float(group["momentum"]) for group in groups}
+    if len(momenta) > 1:
+        raise ValueError(f"groups have the momenta {sorted(momenta)}, but the state has one: give all groups the same")
+    return momenta.pop()
 
 
 def _raise_first(errors: list[Exception]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from communicators import Link
-from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, sparse_hook
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
 from replicas import MuonAdamW
 from sparse_compress import WarmUp
 from torch import nn
@@ -121,35 +121,35 @@ class Plan:
         """
         if _named(optimizer) != self.situation.optimizer:
             raise ValueError(f"the advice is for {self.situation.optimizer}, but this is {type(optimizer).__name__}")
-        p, in_ddp = self.recommendation.step.prediction, isinstance(model, DistributedDataParallel)
+        p, ddp = self.recommendation.step.prediction, _in_ddp(model)
         if p.variant in BY_NAME:
             return model, self._other(model, optimizer, steps, comm)
         if p.algorithm == "dense":
-            if not in_ddp:
+            if ddp is None:
                 named: Any = {"algorithm": "dense", "wire": p.wire}
                 return model, DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **named)
             if p.wire == "bf16":
-                _register(model, SparseHookState(algorithm="dense", wire="bf16"), sparse_hook)
+                SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="bf16")
             return model, optimizer
         settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire}
         settings |= {"options": dict(p.options)} if p.options else {}
         if self.situation.sends_updates:
-            _refuse_ddp(in_ddp, p.name)
+            _refuse_ddp(ddp, p.name)
             given: dict[str, Any] = {"steps": steps, "density": p.density, "comm": comm}
             return model, UpdateOptimizer.for_model(optimizer, model, **given, **settings)
-        settings |= {"density": WarmUp.recommended(p.density, steps), "momentum": _taken_momentum(optimizer)}
-        if in_ddp:
-            _register(model, SparseHookState(**settings), sparse_hook)
+        if ddp is not None:
+            SparseHookState.for_model(ddp, optimizer, steps=steps, density=p.density, **settings)
             return model, optimizer
+        settings |= {"density": WarmUp.recommended(p.density, steps), "momentum": _taken_momentum(optimizer)}
         return model, DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **settings)
 
     def _other(self, model: nn.Module, optimizer: Optimizer, steps: int, comm: Any) -> Optimizer:
         """A way that selects nothing."""
-        way, in_ddp = BY_NAME[self.recommendation.step.prediction.variant], isinstance(model, DistributedDataParallel)
-        if in_ddp and way.settings is not None:
-            _register(model, SparseHookState(**way.settings(steps)), sparse_hook)
+        way, ddp = BY_NAME[self.recommendation.step.prediction.variant], _in_ddp(model)
+        if ddp is not None and way.settings is not None:
+            SparseHookState.for_model(ddp, optimizer, **way.settings(steps))
             return optimizer
-        _refuse_ddp(in_ddp, way.name)
+        _refuse_ddp(ddp, way.name)
         if way.rate != 1 and self.situation.optimizer != "muon":
             for group in optimizer.param_groups:
                 group["lr"] *= way.rate
@@ -164,12 +164,12 @@ def _named(optimizer: str | Optimizer) -> str:
     return name
 
 
-def _register(ddp: Any, state: Any, hook: Any) -> None:
-    ddp.register_comm_hook(state, hook)
+def _in_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    return model if isinstance(model, DistributedDataParallel) else None
 
 
-def _refuse_ddp(in_ddp: bool, name: str) -> None:
-    if in_ddp:
+def _refuse_ddp(ddp: DistributedDataParallel | None, name: str) -> None:
+    if ddp is not None:
         raise ValueError(f"{name} exchanges after backward, where DDP has sent whole gradients: give the module itself")
 
 

@@ -141,7 +141,7 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     network = f"The network is {1 - situation.compute / dense:.0%} of a dense step."
     gain = f"a step takes {_seconds(mean)} instead of {_seconds(dense)}, {dense / mean:.1f} times as fast"
     if p.algorithm == "dense":
-        hook = f'ddp.register_comm_hook(SparseHookState(algorithm="dense", wire="{p.wire}"), sparse_hook)'
+        hook = f'state = SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="{p.wire}")'
         return [f"Use {p.name}: {gain}. {network}", f"In DDP: {hook}"]
     learns = in_words(situation.known(p), situation.optimizer, situation.ranks)
     if p.variant in BY_NAME:
@@ -159,9 +159,8 @@ def _lines(situation: Situation, p: Prediction) -> list[str]:
     wire = f', wire="{p.wire}"' if p.wire != "fp32" else ""
     setting, steps = f'algorithm="{p.algorithm}"{options}{wire}', "STEPS: of your whole training, for the warm-up."
     if not situation.sends_updates:
-        density = f"density=WarmUp.recommended({p.density:.2g}, STEPS)"
-        hook = f"ddp.register_comm_hook(SparseHookState({density}, {setting}, momentum=0.9), sparse_hook)"
-        return [f"In DDP: {hook}, and no momentum in the optimizer.", steps]
+        hook = f"SparseHookState.for_model(ddp, optimizer, steps=STEPS, density={p.density:.2g}, {setting})"
+        return [f"In DDP: state = {hook}, which takes the momentum over from the optimizer.", steps]
     inner = OPTIMIZERS[situation.optimizer].replace("SGD(...)", "SGD(..., momentum=0.9)")
     made = f"UpdateOptimizer.for_model({inner}, model, steps=STEPS, density={p.density:.2g}, {setting})"
     return [f"Without DDP: optimizer = {made}", steps]
@@ -172,7 +171,7 @@ def _other_lines(situation: Situation, p: Prediction) -> list[str]:
     way = BY_NAME[p.variant]
     lines = [f"Without DDP: optimizer = {way.code.replace('OPTIMIZER', OPTIMIZERS[situation.optimizer])}"]
     if way.hook:
-        lines = [f"In DDP: ddp.register_comm_hook({way.hook}, sparse_hook)", *lines]
+        lines = [f"In DDP: state = {way.hook}", *lines]
     if way.dense_share:
         lines.append(f"STEPS: the first {way.dense_share:.0%} of yours, in which all is sent.")
     if way.every > 1:

@@ -105,7 +105,7 @@ def _compressed(algorithm: str, sent: Callable[[int, int, Shapes], Traffic], *, 
 
     code = f'algorithm="{algorithm}"{code}'
     whole = f"DistributedOptimizer(OPTIMIZER, model.named_parameters(), {code})"
-    in_ddp: dict[str, Any] = {"settings": settings, "hook": f"SparseHookState({code})"}
+    in_ddp: dict[str, Any] = {"settings": settings, "hook": f"SparseHookState.for_model(ddp, optimizer, {code})"}
     dense_share = 0.0 if rank is None else 1 / WARM_UP
     return Way(algorithm, sent, make, whole, options=options, dense_share=dense_share, **in_ddp)
 
