@@ -104,6 +104,11 @@ def mnist_compressed(data_dir: Path, images: int = IMAGES) -> Path:
     return mnist(data_dir, images, ".gz")
 
 
+def fashion_mnist(data_dir: Path, images: int = IMAGES) -> Path:
+    """As Debian's package has it."""
+    return mnist(data_dir / "fashion-mnist", images, ".gz")
+
+
 def imagenet(data_dir: Path, images: int = IMAGES, classes: int = 2) -> Path:
     """`images` of each split, over the classes in turn, of unlike sizes."""
     root = data_dir / "imagenet"

@@ -38,7 +38,7 @@ def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         ("--dnn thinwire_cifar.models.mlp:", "given 'thinwire_cifar.models.mlp:'"),
         ("--dnn lstm", "lstm is a model of another app: python -m thinwire_text"),
         ("--dnn lstmimdb", "lstmimdb is a model of another app: python -m thinwire_text"),
-        ("--dataset cifar", "'digits', 'mnist', 'cifar10', 'cifar100', 'imagenet'"),
+        ("--dataset cifar", "'digits', 'mnist', 'fashion-mnist', 'cifar10', 'cifar100', 'imagenet'"),
         ("--readers -1", "given '-1', expected a whole number from 0 on"),
         ("--density 0", "expected 0 < density <= 1"),
         ("--density 1.01", "given '1.01'"),

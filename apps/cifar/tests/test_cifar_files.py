@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_files import IMAGES, binary_content, drawn, idx_content, published_python_content, python_content, write
-from thinwire_cifar.data import cifar10, cifar100, cifar_images, cifar_python, mnist, published
+from thinwire_cifar.data import cifar10, cifar100, cifar_images, cifar_python, fashion_mnist, mnist, published
 from thinwire_cifar.data.cifar_images import crop_flip
 from thinwire_cifar.data.images import Images, Loaded
 from thinwire_trainer.errors import RunError
@@ -27,6 +27,7 @@ SETS: dict[str, tuple[Callable[..., Path], Callable[..., Images], int, str]] = {
     "cifar100 binary": (small_files.cifar100_binary, cifar100.load, 1, "train.bin"),
     "cifar100 python": (small_files.cifar100_python, cifar100.load, 1, "train"),
     "mnist": (small_files.mnist, mnist.load, 1, "train-images-idx3-ubyte"),
+    "fashion-mnist": (small_files.fashion_mnist, fashion_mnist.load, 1, "train-images-idx3-ubyte.gz"),
     "mnist, .gz": (small_files.mnist_compressed, mnist.load, 1, "train-images-idx3-ubyte.gz"),
 }
 
@@ -182,6 +183,13 @@ def test_what_is_another_pickle_is_told_in_plain_words(content: bytes) -> None:
 def test_where_torchvision_puts_mnist(tmp_path: Path) -> None:
     small_files.mnist(tmp_path / "MNIST" / "raw")
     assert len(mnist.load(tmp_path).train.labels) == IMAGES
+
+
+def test_fashion_mnist_is_not_taken_for_mnist_whose_files_have_the_same_names(tmp_path: Path) -> None:
+    small_files.mnist(tmp_path, images=7)
+    small_files.fashion_mnist(tmp_path)
+    assert len(mnist.load(tmp_path).train.labels) == 7
+    assert len(fashion_mnist.load(tmp_path).train.labels) == IMAGES
 
 
 @given(data=st.data())

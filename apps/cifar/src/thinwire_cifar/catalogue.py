@@ -20,6 +20,7 @@ MODELS = {
 DATASETS = {
     "digits": "thinwire_cifar.data.digits:load",
     "mnist": "thinwire_cifar.data.mnist:load",
+    "fashion-mnist": "thinwire_cifar.data.fashion_mnist:load",
     "cifar10": "thinwire_cifar.data.cifar10:load",
     "cifar100": "thinwire_cifar.data.cifar100:load",
     "imagenet": "thinwire_cifar.data.imagenet:load",

@@ -7,6 +7,7 @@ each dimension, 32 bits, most significant byte first; then the elements.
 import gzip
 import math
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,9 @@ PLACES = ("", "mnist", "MNIST/raw")  # below the data folder; the last is torchv
 SIZE, CLASSES = 28, 10
 LARGEST = 1 << 32  # bytes; a header that claims more is damaged
 
-# split -> (images, [(file, MD5 of its content, MD5 of the published .gz) of pixels and of labels])
-FILES = {
+Files = dict[str, tuple[int, list[tuple[str, str, str]]]]
+"""split -> (images, [(file, MD5 of its content, MD5 of the published .gz) of pixels and of labels])"""
+FILES: Files = {
     "train": (
         60_000,
         [
@@ -42,20 +44,69 @@ FILES = {
 }
 
 
+@dataclass(frozen=True)
+class Published:
+    """A data set in MNIST's format. places: below the data folder. mean, deviation: of its training pixels."""
+
+    source: str
+    places: tuple[str, ...]
+    files: Files
+    mean: float
+    deviation: float
+
+    def load(self, data_dir: Path, *, download: bool) -> Images:
+        """The data set; RunError, with what to do, if a file is missing, truncated or of another format.
+
+        Files of another length or checksum are used, with one warning.
+        """
+        if download:
+            self._download(data_dir)
+        differences: list[str] = []
+        train, test = (self._split(data_dir, split, differences) for split in self.files)
+        warn(data_dir, differences)
+        shape = {"classes": CLASSES, "channels": 1, "size": SIZE}
+        return Images(train=train, test=test, mean=(self.mean,), deviation=(self.deviation,), **shape)
+
+    def _split(self, data_dir: Path, split: str, differences: list[str]) -> Loaded:
+        expected, files = self.files[split]
+        arrays = []
+        for (name, md5, _), dimensions in zip(files, (3, 1), strict=True):
+            path = self._found(data_dir, name)
+            array, content = read_idx(path, dimensions=dimensions, source=self.source)
+            sizes = {"records": len(array), "expected": expected}
+            differences.append(difference(path.name, content, checksum=f"md5:{md5}", **sizes))
+            arrays.append(array)
+        pixels, labels = arrays
+        _check(data_dir, split, pixels, labels)
+        numbers = torch.from_numpy(labels.astype(np.int64))
+        return Loaded(pixels=torch.from_numpy(pixels.copy()).unsqueeze(1), labels=numbers)
+
+    def _paths(self, data_dir: Path, name: str) -> list[Path]:
+        return [data_dir / place / file for place in self.places for file in (name, f"{name}.gz")]
+
+    def _found(self, data_dir: Path, name: str) -> Path:
+        for path in self._paths(data_dir, name):
+            if path.is_file():
+                return path
+        raise RunError(
+            f"{data_dir / self.places[0] / name} is missing (or {name}.gz; also below {' or '.join(filter(None, self.places))}): "
+            f"get it from {self.source}{name}.gz, or give --download"
+        )
+
+    def _download(self, data_dir: Path) -> None:
+        with one_at_a_time(data_dir):
+            for _, files in self.files.values():
+                for name, _, md5 in files:
+                    if not any(path.is_file() for path in self._paths(data_dir, name)):
+                        fetch(Remote(url=f"{self.source}{name}.gz", checksum=f"md5:{md5}"), data_dir / self.places[0])
+
+
 def load(data_dir: Path, *, download: bool = False) -> Images:
-    """The data set; RunError, with what to do, if a file is missing, truncated or of another format.
-
-    Files of another length or checksum are used, with one warning.
-    """
-    if download:
-        _download(data_dir)
-    differences: list[str] = []
-    train, test = (_split(data_dir, split, differences) for split in FILES)
-    warn(data_dir, differences)
-    return Images(train=train, test=test, classes=CLASSES, channels=1, size=SIZE, mean=(33.3,), deviation=(78.6,))
+    """MNIST: see `Published.load`."""
+    return Published(SOURCE, PLACES, FILES, mean=33.3, deviation=78.6).load(data_dir, download=download)
 
 
-def read_idx(path: Path, *, dimensions: int) -> tuple[npt.NDArray[np.uint8], bytes]:
+def read_idx(path: Path, *, dimensions: int, source: str = SOURCE) -> tuple[npt.NDArray[np.uint8], bytes]:
     """The array of one file, and the file's content, decompressed; RunError if it is truncated or of another format."""
     header = 4 + 4 * dimensions
     try:
@@ -70,7 +121,7 @@ def read_idx(path: Path, *, dimensions: int) -> tuple[npt.NDArray[np.uint8], byt
             expected = math.prod(shape)
             content = file.read(min(expected, LARGEST) + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise RunError(f"{path} is truncated or damaged ({error}): get it again from {SOURCE}") from None
+        raise RunError(f"{path} is truncated or damaged ({error}): get it again from {source}") from None
     if len(begin) < header:
         raise RunError(f"{path} has {len(begin)} bytes, a header alone has {header}: it is truncated")
     if len(content) != expected:
@@ -78,19 +129,6 @@ def read_idx(path: Path, *, dimensions: int) -> tuple[npt.NDArray[np.uint8], byt
         has = "more" if len(content) > expected else f"{len(content):,}"
         raise RunError(f"{path} is truncated or damaged: its header says {claimed}, and it has {has}")
     return np.frombuffer(content, np.uint8).reshape(shape), begin + content
-
-
-def _split(data_dir: Path, split: str, differences: list[str]) -> Loaded:
-    expected, files = FILES[split]
-    arrays = []
-    for (name, md5, _), dimensions in zip(files, (3, 1), strict=True):
-        path = _found(data_dir, name)
-        array, content = read_idx(path, dimensions=dimensions)
-        differences.append(difference(path.name, content, records=len(array), expected=expected, checksum=f"md5:{md5}"))
-        arrays.append(array)
-    pixels, labels = arrays
-    _check(data_dir, split, pixels, labels)
-    return Loaded(pixels=torch.from_numpy(pixels.copy()).unsqueeze(1), labels=torch.from_numpy(labels.astype(np.int64)))
 
 
 def _check(folder: Path, split: str, pixels: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> None:
@@ -102,25 +140,3 @@ def _check(folder: Path, split: str, pixels: npt.NDArray[np.uint8], labels: npt.
         raise RunError(f"{folder}: {len(pixels):,} {split} images and {len(labels):,} labels, expected one for each")
     if labels.max() >= CLASSES:
         raise RunError(f"{folder}: a {split} label is {labels.max()}, expected 0 … {CLASSES - 1}")
-
-
-def _paths(data_dir: Path, name: str) -> list[Path]:
-    return [data_dir / place / file for place in PLACES for file in (name, f"{name}.gz")]
-
-
-def _found(data_dir: Path, name: str) -> Path:
-    for path in _paths(data_dir, name):
-        if path.is_file():
-            return path
-    raise RunError(
-        f"{data_dir / name} is missing (or {name}.gz; also below {' or '.join(filter(None, PLACES))}): "
-        f"get it from {SOURCE}{name}.gz, or give --download"
-    )
-
-
-def _download(data_dir: Path) -> None:
-    with one_at_a_time(data_dir):
-        for _, files in FILES.values():
-            for name, _, md5 in files:
-                if not any(path.is_file() for path in _paths(data_dir, name)):
-                    fetch(Remote(url=f"{SOURCE}{name}.gz", checksum=f"md5:{md5}"), data_dir)
