@@ -88,9 +88,10 @@ class Published:
         for path in self._paths(data_dir, name):
             if path.is_file():
                 return path
+        first, also = data_dir / self.places[0] / name, " or ".join(filter(None, self.places))
         raise RunError(
-            f"{data_dir / self.places[0] / name} is missing (or {name}.gz; also below {' or '.join(filter(None, self.places))}): "
-            f"get it from {self.source}{name}.gz, or give --download"
+            f"{first} is missing (or {name}.gz; also below {also}): get it from {self.source}{name}.gz, or give "
+            "--download"
         )
 
     def _download(self, data_dir: Path) -> None:
