@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from communicators import CollectiveError, SimulatedWorld, run, testing
 from communicators.background.agreement import FACTS_BYTES, agreement
-from communicators.background.control import Control
+from communicators.background.control import Control, RequestedAbort
 from communicators.background.engine import LISTEN_SECONDS
 from communicators.background.transport import CONTROL_BYTES
 from hypothesis import given
@@ -157,13 +157,55 @@ def test_an_arbiter_that_was_stopped_hears_whether_others_have_decided_before_it
     assert arbiter.hears()
 
 
-def test_a_rank_that_is_always_slow_speaks_all_the_same(clock):
-    arbiter = stopped_arbiter(clock, seconds=0.3)
+@pytest.mark.parametrize("seconds", [0.3, 6.0])
+def test_a_rank_that_is_always_slow_speaks_all_the_same(clock, seconds):
+    arbiter = stopped_arbiter(clock, seconds=seconds)
     arbiter.transport.read_control = lambda: messages_of_the_next_arbiter()[:1]
     for _ in range(3):
-        clock.now += 0.3
+        clock.now += seconds
         arbiter.listen()
     assert arbiter.abort_reason == "first"
+
+
+def test_a_rank_that_was_stopped_after_its_request_hears_before_it_takes_the_next_arbiter(clock):
+    *_, abort = messages_of_the_next_arbiter()
+    rank, mail = Control(Sender(2, 3)), iter([None, None, None, abort])
+    rank.transport.read_control = lambda: [message for message in [next(mail, None)] if message]
+    rank.transport.unreachable = list
+    rank.listen()
+    requested = RequestedAbort(rank, "mine", patience=0.8)
+    clock.now += 3.0
+    settled = []
+    for _ in range(4):
+        settled.append(requested.settled())
+        rank.listen()
+        clock.now += LISTEN_SECONDS
+    assert settled == [False, False, False, True]
+    assert rank.abort_reason == "second"
+
+
+def test_without_an_answer_a_rank_that_was_stopped_raises_its_own_reason_at_last(clock):
+    rank = Control(Sender(2, 3))
+    requested = RequestedAbort(rank, "mine", patience=0.8)
+    clock.now += 0.7
+    assert not requested.settled()
+    clock.now += 0.8
+    assert requested.settled()
+    assert rank.abort_reason == "mine"
+
+
+def test_one_that_is_out_of_reach_keeps_no_other_from_being_told():
+    sent = []
+
+    def send(peer, message):
+        if peer == 0:
+            raise ConnectionError("reset")
+        sent.append(peer)
+
+    rank = Control(Sender(1, 4, send))
+    rank.lose(0)
+    rank.request_abort("mine")
+    assert sent == [2, 3]
 
 
 @given(flip=st.integers(0, 1 << 20), rank=st.integers(0, 1))

@@ -22,7 +22,7 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from communicators import errors
@@ -132,13 +132,13 @@ class Control:
         """Reads the control messages that have come, and answers; False where the transport has failed."""
         with self.lock, self._noted():
             if not self.released:
-                self._unread += self.transport.read_control()
                 self._note_stall(time.monotonic())
-                aborts = [message for message in self._unread if _is_abort(message)]
-                if aborts or self.hears():
-                    unread, self._unread = [*aborts, *self._unread], []
-                    for message in unread:
-                        self.receive(message)
+                unread = [*self._unread, *self.transport.read_control()]
+                first = [message for message in unread if _is_news(message)]
+                later = [message for message in unread if message not in first]
+                self._unread = [] if self.hears() or self.abort_reason is not None else later
+                for message in [*first, *([] if self._unread else later)]:
+                    self.receive(message)
                 for peer in set(self.transport.unreachable()) - self.lost:
                     self.lose(peer)
             return True
@@ -148,6 +148,10 @@ class Control:
         """Whether this rank has read its control messages for a while, so that it knows what others have decided."""
         now = time.monotonic()
         return now - self._listened < STALL_SECONDS and now - self._woke >= HEAR_SECONDS
+
+    def must_hear(self) -> bool:
+        """Whether others' decisions may lie unread: not in an attempt, nor once nothing is read any more."""
+        return not (self.alone or self.released or self.hears())
 
     def receive(self, message: bytes) -> None:
         """Handles a control message that has come."""
@@ -201,7 +205,8 @@ class Control:
             self.transport.close()
 
     def _note_stall(self, now: float) -> None:
-        if now - self._listened > STALL_SECONDS and now - self._woke > STALLS_APART_SECONDS:
+        """Notes that this rank was stopped, unless it was so before: what it has not yet acted on waits once."""
+        if now - self._listened > STALL_SECONDS and now - self._woke > STALLS_APART_SECONDS and not self._unread:
             self._woke = now
         self._listened = now
 
@@ -217,7 +222,10 @@ class Control:
         """Tells all others, also those that do not answer: one that was only stopped shall not find its own reason."""
         late = self._late() if reason.startswith(TIMED_OUT) else ""
         self.abort_reason = f"{reason}; all waits lead to rank {late}" if late else reason
-        self._write(self.ranks - {self.rank}, kind="abort", reason=self.abort_reason)
+        self._write(self._others, kind="abort", reason=self.abort_reason)
+        for peer in sorted(self.lost - {self.rank}):
+            with suppress(Exception):  # it may be out of reach in truth
+                self._write([peer], kind="abort", reason=self.abort_reason)
 
     def _late(self) -> str:
         """Ranks that others wait for in calls that are not over, and that do not wait themselves, as far as known."""
@@ -277,12 +285,19 @@ class RequestedAbort:
         patience = ABORT_SECONDS if patience is None else patience
         begin = time.monotonic()
         self._steps = [(begin + patience / 2, control.ask), (begin + patience * 3 / 4, self._take_the_next_arbiter)]
-        self._end = begin + patience
+        self._end, self._deaf_since = begin + patience, math.inf
         control.request_abort(reason)
 
     def settled(self) -> bool:
-        """Whether there is an abort reason: the arbiter's, the next one's, or at last this rank's own."""
-        now = time.monotonic()
+        """Whether there is an abort reason: the arbiter's, the next one's, or at last this rank's own.
+
+        A rank that was stopped meanwhile hears first what others have decided.
+        """
+        now, control = time.monotonic(), self._control
+        if control.abort_reason is None and control.must_hear():
+            self._deaf_since = min(self._deaf_since, now)
+            if now - self._deaf_since < HEAR_SECONDS + STALL_SECONDS:
+                return False
         while self._control.abort_reason is None and self._steps and now > self._steps[0][0]:
             self._steps.pop(0)[1]()
         if self._control.abort_reason is None and now >= self._end:
@@ -302,9 +317,10 @@ def _decoded(message: bytes) -> dict[str, Any] | None:
     return content
 
 
-def _is_abort(message: bytes) -> bool:
+def _is_news(message: bytes) -> bool:
+    """Whether a message is to be heard at once, also by a rank that was stopped: no answer depends on it."""
     content = _decoded(message)
-    return content is not None and content["kind"] == "abort"
+    return content is not None and content["kind"] in ("abort", "departed")
 
 
 def _encoded(**content: object) -> bytes:
