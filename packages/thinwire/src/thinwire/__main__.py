@@ -1,6 +1,7 @@
 """The command `thinwire`: which way to train, whether this installation can, and a slow network to try it on.
 
     thinwire advise --parameters 25e6 --step-seconds 0.25 --link 1gbit --ranks 32
+    thinwire doctor
     thinwire slow-link --rate 100mbit --delay 1ms -- torchrun --nproc-per-node 2 train.py
 
 Each has a --help of its own. `python -m thinwire` is the same, for mpiexec and torchrun.
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 from slow_link.__main__ import main as slow_link
 
 from thinwire.advice.command import main as advise
+from thinwire.doctor.command import main as doctor
 
-COMMANDS = {"advise": advise, "slow-link": slow_link}
+COMMANDS = {"advise": advise, "doctor": doctor, "slow-link": slow_link}
 
 
 def main(argv: Sequence[str]) -> int:

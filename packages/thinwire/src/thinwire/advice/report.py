@@ -127,14 +127,15 @@ def _premises(situation: Situation) -> str:
 
 
 def _network(situation: Situation) -> str:
-    link = _speed(situation.link)
+    link = speed(situation.link)
     if situation.pairs is not None:
-        pairs = _speed(situation.pairs)
+        pairs = speed(situation.pairs)
         return f"measured: {link} while all send and receive; in pairs, one way at a time: {pairs}"
     return f"assumed to be joined by {'' if situation.link_name == 'given' else f'{situation.link_name}: '}{link}"
 
 
-def _speed(link: Link) -> str:
+def speed(link: Link) -> str:
+    """Latency and bandwidth of a link, as text."""
     rate = f"{8e-9 / link.beta:.3g} Gbit/s" if link.beta else "no limit of bandwidth"
     micros = 1e6 * link.alpha
     return f"{micros:,.0f} µs a message, {rate}" if micros >= 10 else f"{micros:.2g} µs a message, {rate}"

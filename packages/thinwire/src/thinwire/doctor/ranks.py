@@ -1,0 +1,112 @@
+"""Findings on the ranks of a launch, each from its variables and from what they told each other."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from communicators import Link
+
+from thinwire.advice.report import speed
+from thinwire.doctor.facts import LOOPBACK, Facts, Launched
+from thinwire.doctor.probe import FAULT, OK, Finding, Probe
+
+
+def outcome(met: Probe) -> dict[str, Any]:
+    """How far a rank came with the others: all that its process said, and an "error" if it failed."""
+    found: dict[str, Any] = {} if met.status == 0 else {"error": met.why}
+    for line in met.out.splitlines():
+        with suppress(ValueError, TypeError):  # MPI libraries print lines of their own
+            found |= json.loads(line)
+    return found
+
+
+def about_ranks(here: Launched, met: Mapping[str, Any], environ: Mapping[str, str]) -> list[Finding]:
+    """Findings on the ranks of a launch. met: the `outcome` of this one."""
+    ranks, error = met.get("ranks", []), met.get("error", "")
+    if not ranks:
+        return [apart(here, error, environ)]
+    if len(ranks) != here.size:
+        what = (
+            f"{here.size} ranks were started ({here.variable}), but mpi4py, with {met['library']}, finds {len(ranks)}"
+        )
+        return [Finding(FAULT, what, "start them by that MPI's own mpiexec, or with srun by the --mpi= that it speaks")]
+    places = list(where(ranks, by_torch=here.by_torch))
+    findings = [*places, *unlike(ranks)]
+    if "pairs" not in met and any(place.level == FAULT for place in places):
+        return findings  # it is the reason
+    if "pairs" not in met:
+        interface = (
+            "GLOO_SOCKET_IFNAME" if here.by_torch else "FI_TCP_IFACE (MPICH), OMPI_MCA_btl_tcp_if_include (Open MPI)"
+        )
+        remedy = f"open all ports between the hosts, and name the interface that joins them: {interface}"
+        return [*findings, Finding(FAULT, f"ranks met, but cannot all exchange ({error})", remedy)]
+    findings.append(Finding(OK, "every pair of ranks exchanges"))
+    if "beta" in met:
+        findings.append(Finding(OK, f"link of the slowest pair: {speed(Link(met['alpha'], met['beta']))}"))
+    if error:
+        remedy = "give a slow network more time by --timeout; look into the docs, Debugging a hang, if a rank has died"
+        findings.append(Finding(FAULT, f"ranks exchange, but do not come to an end ({error})", remedy))
+    return findings
+
+
+def apart(here: Launched, error: str, environ: Mapping[str, str]) -> Finding:
+    """Finding on ranks that did not meet, and the likely reasons."""
+    place = f"{environ.get('MASTER_ADDR', '?')}:{environ.get('MASTER_PORT', '?')}"
+    what = f"{here.size} ranks were started ({here.variable}), and rank {here.rank} does not meet them ({error})"
+    if "No module named 'mpi4py'" in error:
+        return Finding(FAULT, what, "pip install mpi4py, or start them by torchrun")
+    if not here.by_torch:
+        remedy = "an mpiexec of another MPI, a firewall between hosts, or another network interface than they share"
+        return Finding(FAULT, what, f"likely {remedy}")
+    if "address already in use" in error or "EADDRINUSE" in error:
+        return Finding(FAULT, f"MASTER_PORT at {place} is taken by another program", "take another MASTER_PORT")
+    if "Ping failed" in error:
+        return Finding(FAULT, f"at {place} answers what is not torch's rank 0", "take another MASTER_PORT, no proxy")
+    remedy = f"{place} (MASTER_ADDR, MASTER_PORT) cannot be reached from this host or is another program's, a firewall"
+    return Finding(FAULT, what, f"likely {remedy}, a wrong interface, or ranks that were not started")
+
+
+def where(ranks: Sequence[Facts], *, by_torch: bool) -> Iterator[Finding]:
+    """Findings on each host, and on addresses that other hosts cannot reach. by_torch: gloo carries what is sent."""
+    places: dict[tuple[str, str, str | None], list[int]] = {}
+    for rank, its in enumerate(ranks):
+        places.setdefault((its["host"], its["interface"], its["address"]), []).append(rank)
+    hosts = {host for host, _, _ in places}
+    for (host, interface, address), there in places.items():
+        what = f"{numbers(there)} on {host}"
+        if address is None and by_torch:
+            remedy = "name another one in GLOO_SOCKET_IFNAME (`ip addr` lists them)"
+            yield Finding(FAULT, f"{what} has no interface {interface}", remedy)
+        elif by_torch and len(hosts) > 1 and (address or "").startswith(LOOPBACK):
+            remedy = "set GLOO_SOCKET_IFNAME to the interface that joins the hosts (`ip addr` lists them)"
+            yield Finding(FAULT, f"{what}: its name stands for {address}, which other hosts cannot reach", remedy)
+        else:
+            takes = "gloo takes" if by_torch else "gloo would take"
+            yield Finding(OK, f"{what}, {takes} {interface} {address or '(without an address)'}")
+
+
+def unlike(ranks: Sequence[Facts]) -> list[Finding]:
+    """Findings on versions that are not the same on all ranks."""
+    findings = []
+    for name in ranks[0]["versions"]:
+        having: dict[str, list[int]] = {}
+        for rank, its in enumerate(ranks):
+            having.setdefault(its["versions"].get(name) or "none", []).append(rank)
+        if len(having) > 1:
+            told = ", ".join(f"{version} on {numbers(there)}" for version, there in having.items())
+            findings.append(
+                Finding(FAULT, f"ranks have unlike versions of {name}, {told}", "install the same everywhere")
+            )
+    return findings or [Finding(OK, f"all {len(ranks)} ranks have the same torch and packages")]
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """Ranks in increasing order, as text: "rank 4" or "ranks 0-3, 7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, run)) for run in runs)}"
