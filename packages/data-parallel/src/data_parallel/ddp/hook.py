@@ -168,9 +168,9 @@ class SparseHookState:
         elsewhere = None if ddp.process_group is default_group() else ddp.process_group
         named = ddp.module.named_parameters()
         made = cls(**{"process_group": elsewhere, "named_parameters": named, **settings})
+        ddp.register_comm_hook(made, sparse_hook)
         for group in optimizer.param_groups if selects else ():
             group["momentum"] = 0.0
-        ddp.register_comm_hook(made, sparse_hook)
         return made
 
     def _set_up(

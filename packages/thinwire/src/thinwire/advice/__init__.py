@@ -1,1 +1,1 @@
-"""`python -m thinwire advise`: will sparse gradients help my training, on my network?"""
+"""Which way to train pays over this network: predictions, what is on record of accuracy, and a recommendation."""

@@ -139,6 +139,8 @@ def _contradiction(flags: argparse.Namespace) -> str:
     if flags.ranks and not flags.link and not any(own):
         real = "real ranks are started by mpiexec -n P or torchrun --nproc-per-node P"
         return f"--ranks goes with --link, or --bandwidth and --latency; {real}"
+    if flags.chosen and flags.optimizer == "muon":
+        return "--density is of a selection, and nothing is selected for muon: leave it out"
     if len(flags.density) > MOST_DENSITIES:
         return f"--density: {len(flags.density)} given, expected {MOST_DENSITIES} at most; each takes seconds"
     return ""

@@ -34,25 +34,28 @@ class NoAdvice(Exception):  # noqa: N818 - it is what the command says
     """No advice can be given; the text says why and what to do."""
 
 
-def join(link: Link | None) -> Communicator:
-    """The ranks that torchrun (over gloo) or mpiexec started; for an assumed link this one alone. Raises NoAdvice."""
+def join(link: Link | None, comm: Any = None) -> Communicator:
+    """The ranks that torchrun (over gloo) or mpiexec started; for an assumed link this one alone. Raises NoAdvice.
+
+    comm: them, if they are given.
+    """
     if link is not None:
         return Alone()
-    if dist.is_available() and dist.is_torchelastic_launched():
+    if comm is None and dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
         dist.init_process_group("gloo")
     else:
         with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py is there, an MPI library is not
             from mpi4py import MPI  # noqa: F401 - its import is what as_communicator looks for
     try:
-        comm = as_communicator(None)
+        found = as_communicator(comm)
     except RuntimeError as error:
         raise NoAdvice(str(error)) from error
-    if comm.size == 1:
+    if found.size == 1:
         raise NoAdvice(
             "one rank: there is no network to measure. Start several with mpiexec -n P (needs mpi4py) or torchrun "
             f"--nproc-per-node P, or assume a network: --link {'|'.join(LINKS)} --ranks P"
         )
-    return comm
+    return found
 
 
 def on_every_rank(attempt: Callable[[], T], comm: Communicator) -> T:
@@ -111,6 +114,7 @@ def find_out(
     say: is told what is being measured. link: assumed; None: it is measured. asked: the other fields of `Situation`.
     """
     taken, handling, numel = [share_taken(comm)], {}, elements(trained.shapes)
+    compute, backward = prediction.slowest([trained.compute, trained.backward], comm)
     costs: dict[str, Any] = {"numel": numel, "device": device, "size": ranks, "wires": WIRES}
     for number, density in enumerate(densities, 1):
         say(f"measuring selecting and merging at density {density:g} ({number} of {len(densities)})")
@@ -126,8 +130,8 @@ def find_out(
         numel,
         ranks,
         device.type,
-        trained.compute,
-        trained.backward if overlap else 0.0,
+        compute,
+        backward if overlap else 0.0,
         handling=handling,
         taken=statistics.mean(taken),
         tiny=trained.tiny,
@@ -172,10 +176,22 @@ def measured_model(name: str, comm: Communicator, device: torch.device) -> Train
         raise NoAdvice(f"--model {name}: {found}, expected as many on all ranks")
     if not most:
         raise NoAdvice(f"--model {name}: no parameter of the model requires a gradient")
+    if said := other_dtype(model):
+        raise NoAdvice(f"--model {name}: {said}")
     step = partial(_step_seconds, name, model, loss, comm, device)
     times = [on_every_rank(step, comm) for _ in range(REPEATS + 1)]
     forward, backward = prediction.slowest([statistics.median(part) for part in zip(*times[1:], strict=True)], comm)
     return Trained.of(shapes, forward + backward)._replace(backward=backward)
+
+
+def other_dtype(model: torch.nn.Module) -> str:
+    """Complaint about trained parameters that are not float32, of which nothing is predicted; "" if there are none."""
+    named = (name for name, p in model.named_parameters() if p.requires_grad and p.dtype != torch.float32)
+    first = next(named, None)
+    if first is None:
+        return ""
+    dtype = str(model.get_parameter(first).dtype).removeprefix("torch.")
+    return f"{first} is {dtype}, but predictions are of float32: ask with a float32 model, whose exchanges take longer"
 
 
 def _made(name: str, device: torch.device) -> tuple[torch.nn.Module, Loss]:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from communicators import Link
+import torch
+from communicators import Communicator, Link, allgather, as_communicator
 from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
 from replicas import MuonAdamW
-from sparse_compress import WarmUp
+from sparse_collectives import Prediction
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from thinwire.advice.measuring import Trained, device_of, find_out, join
+from thinwire.advice.measuring import Trained, device_of, find_out, join, other_dtype
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import DENSITIES, LINKS, Situation
-from thinwire.advice.ways import BY_NAME
+from thinwire.advice.ways import BY_NAME, Way
 
+USUAL_STEPS = 1000
 KINDS = ((MuonAdamW, "muon"), (AdamW, "adamw"), (Adam, "adam"), (SGD, "sgd"))
 
 
@@ -27,11 +30,12 @@ def advise(
     model: nn.Module,
     *,
     steps_per_second: float,
-    optimizer: str | Optimizer,
+    optimizer: str | Optimizer = "sgd",
     link: str | Link | None = None,
     ranks: int | None = None,
     density: float | Iterable[float] | None = None,
-    overlap: bool = False,
+    overlap: bool | None = None,
+    comm: Any = None,
 ) -> Plan:
     """Predicts training this model with every way to exchange, and recommends one. Takes seconds.
 
@@ -47,7 +51,8 @@ def advise(
             that run this are joined by is measured, which is collective.
         ranks: With `link`: how many there will be.
         density: One or several that are to be considered; yours are advised even if they are known to learn worse.
-        overlap: Whether gradients travel during backward, as in DDP.
+        overlap: Whether gradients travel during backward; default: where the model is in DDP.
+        comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
         ValueError: An argument makes no sense.
@@ -60,13 +65,17 @@ def advise(
         raise ValueError(f"link is {link!r}, expected a Link(alpha, beta), None, or one of {', '.join(LINKS)}")
     if (link is None) != (ranks is None):
         raise ValueError("ranks goes with link: both of an assumed network, or neither where ranks are running")
-    if ranks is not None and ranks < 2:
-        raise ValueError(f"ranks is {ranks}, expected 2 or more: one exchanges nothing")
+    if ranks is not None and not (isinstance(ranks, int) and ranks >= 2):
+        raise ValueError(f"ranks is {ranks!r}, expected a whole number of 2 or more: one exchanges nothing")
     trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
+    if not any(p.numel() for p in trained):
         raise ValueError("no parameter of the model requires a gradient")
+    if said := other_dtype(model):
+        raise ValueError(said)
+    if density is not None and name == "muon":
+        raise ValueError("density is of a selection, and nothing is selected for muon: leave it out")
     assumed = LINKS[link] if isinstance(link, str) else link
-    comm = join(assumed)
+    comm = join(assumed, comm)
     densities = sorted({density} if isinstance(density, float | int) else set(density or DENSITIES), reverse=True)
     if wrong := [each for each in densities if not 0 < each <= 1]:
         raise ValueError(f"density is {wrong[0]}, expected above 0, and 1 at most")
@@ -79,7 +88,7 @@ def advise(
         densities=densities,
         link=assumed,
         link_name=link if isinstance(link, str) else "given",
-        overlap=overlap,
+        overlap=isinstance(model, DistributedDataParallel) if overlap is None else overlap,
         optimizer=name,
         chosen=density is not None,
     )
@@ -102,7 +111,7 @@ class Plan:
         return as_text(self.situation)
 
     def apply(
-        self, model: nn.Module, optimizer: Optimizer, *, steps: int, comm: Any = None
+        self, model: nn.Module, optimizer: Optimizer, *, steps: int | None = None, comm: Any = None
     ) -> tuple[nn.Module, Optimizer]:
         """Does what it says; collective over the ranks. Returns the model as it was given, and the optimizer to step.
 
@@ -112,18 +121,26 @@ class Plan:
         Args:
             model: The module, or DDP of it.
             optimizer: Over its parameters, of the kind that was asked about; its settings are adapted as the text says.
-            steps: Of the whole training, for the warm-up.
+            steps: Of the whole training, for the warm-up; default 1,000.
             comm: See `communicators.as_communicator`.
 
+        All ranks do what rank 0's plan says. Make learning-rate schedulers, and load checkpoints, afterwards. In DDP
+        the residuals are in no checkpoint: to save them, write the line that the plan prints, which returns the state.
+
         Raises:
-            ValueError: Another optimizer than was asked about, or DDP, which has sent the gradients before a way gets
-                them.
+            ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
+                which has sent the gradients before a way gets them.
         """
+        ranks = as_communicator(comm)
+        if ranks.size not in (1, self.situation.ranks):
+            raise ValueError(
+                f"the advice is for {self.situation.ranks} ranks, but this is one of {ranks.size}: ask anew"
+            )
         if _named(optimizer) != self.situation.optimizer:
             raise ValueError(f"the advice is for {self.situation.optimizer}, but this is {type(optimizer).__name__}")
-        p, ddp = self.recommendation.step.prediction, _in_ddp(model)
+        p, ddp = self._of_rank_0(ranks), _in_ddp(model)
         if p.variant in BY_NAME:
-            return model, self._other(model, optimizer, steps, comm)
+            return model, self._other(BY_NAME[p.variant], model, optimizer, steps, comm)
         if p.algorithm == "dense":
             if ddp is None:
                 named: Any = {"algorithm": "dense", "wire": p.wire}
@@ -131,33 +148,41 @@ class Plan:
             if p.wire == "bf16":
                 SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="bf16")
             return model, optimizer
-        settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire}
+        settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire, "density": p.density, "steps": steps}
         settings |= {"options": dict(p.options)} if p.options else {}
-        if self.situation.sends_updates:
-            _refuse_ddp(ddp, p.name)
-            given: dict[str, Any] = {"steps": steps, "density": p.density, "comm": comm}
-            return model, UpdateOptimizer.for_model(optimizer, model, **given, **settings)
-        if ddp is not None:
-            SparseHookState.for_model(ddp, optimizer, steps=steps, density=p.density, **settings)
+        if ddp is not None and not self.situation.sends_updates:
+            SparseHookState.for_model(ddp, optimizer, **settings)
             return model, optimizer
-        settings |= {"density": WarmUp.recommended(p.density, steps), "momentum": _taken_momentum(optimizer)}
-        return model, DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **settings)
+        _refuse_ddp(ddp, p.name)
+        return model, UpdateOptimizer.for_model(optimizer, model, comm=comm, **settings)
 
-    def _other(self, model: nn.Module, optimizer: Optimizer, steps: int, comm: Any) -> Optimizer:
+    def _of_rank_0(self, comm: Communicator) -> Prediction:
+        """Exchange that rank 0's plan recommends: other ranks may have measured otherwise."""
+        own = self.recommendation.step.prediction
+        message = json.dumps(
+            {name: getattr(own, name) for name in ("algorithm", "options", "density", "wire")}
+        ).encode()
+        gathered = allgather(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(comm.device), comm)
+        return replace(own, **json.loads(bytes(gathered[0].tolist())))
+
+    def _other(self, way: Way, model: nn.Module, optimizer: Optimizer, steps: int | None, comm: Any) -> Optimizer:
         """A way that selects nothing."""
-        way, ddp = BY_NAME[self.recommendation.step.prediction.variant], _in_ddp(model)
+        ddp, total = _in_ddp(model), USUAL_STEPS if steps is None else steps
         if ddp is not None and way.settings is not None:
-            SparseHookState.for_model(ddp, optimizer, **way.settings(steps))
+            SparseHookState.for_model(ddp, optimizer, **way.settings(total))
             return optimizer
         _refuse_ddp(ddp, way.name)
-        if way.rate != 1 and self.situation.optimizer != "muon":
-            for group in optimizer.param_groups:
-                group["lr"] *= way.rate
-        return way.make(optimizer, model, comm, steps=steps, every=way.every)
+        made = way.make(optimizer, model, comm, steps=total, every=way.every)
+        for group in optimizer.param_groups if way.rate != 1 and self.situation.optimizer != "muon" else ():
+            for rate in {"lr", "initial_lr"} & group.keys():
+                group[rate] = group[rate] * way.rate
+        return made
 
 
 def _named(optimizer: str | Optimizer) -> str:
-    name = optimizer if isinstance(optimizer, str) else next((n for kind, n in KINDS if type(optimizer) is kind), None)
+    name = (
+        optimizer if isinstance(optimizer, str) else next((n for kind, n in KINDS if isinstance(optimizer, kind)), None)
+    )
     if name not in OPTIMIZERS:
         given = repr(optimizer) if isinstance(optimizer, str) else type(optimizer).__name__
         raise ValueError(f"optimizer is {given}, expected {', '.join(OPTIMIZERS)}, or torch's of that name")
@@ -171,11 +196,3 @@ def _in_ddp(model: nn.Module) -> DistributedDataParallel | None:
 def _refuse_ddp(ddp: DistributedDataParallel | None, name: str) -> None:
     if ddp is not None:
         raise ValueError(f"{name} exchanges after backward, where DDP has sent whole gradients: give the module itself")
-
-
-def _taken_momentum(optimizer: Optimizer) -> float:
-    """SGD's momentum, which goes before the selection, and then is 0 in the optimizer."""
-    momentum: float = max(group["momentum"] for group in optimizer.param_groups)
-    for group in optimizer.param_groups:
-        group["momentum"] = 0.0
-    return momentum

@@ -69,16 +69,17 @@ def recommend(situation: Situation) -> Recommendation:
 def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
     """Whole gradients, and what is known to learn within a point of them.
 
-    Where none of these is worthwhile also what nobody measured. Of densities that the user chose one is taken first
-    among those that are known to learn well, then the unknown, then whatever is known to lose.
+    Of densities that the user chose one is taken first among those that are known to learn well, then the unknown, then
+    whatever is known to lose; none but these beside whole gradients.
     """
-    dense, learns = dense_step(steps), [_learns(situation, s.prediction) for s in steps]
-    for level in (WELL, UNKNOWN, BADLY) if situation.chosen else (WELL, UNKNOWN):
-        found = [s for s, own in zip(steps, learns, strict=True) if own <= level]
-        asked = [s for s in found if _selects(s.prediction) or not situation.chosen]
-        if asked and dense / asked[0].mean >= WORTHWHILE:
-            return found
-    return [s for s, own in zip(steps, learns, strict=True) if own == WELL]
+    dense, learns = dense_step(steps), {id(s): _learns(situation, s.prediction) for s in steps}
+    if situation.chosen:
+        own = [s for s in steps if _selects(s.prediction)]
+        for level in (WELL, UNKNOWN, BADLY):
+            found = [s for s in own if learns[id(s)] <= level]
+            if found and dense / found[0].mean >= WORTHWHILE:
+                return sorted([*found, *(s for s in steps if s.prediction.algorithm == "dense")], key=lambda s: s.mean)
+    return [s for s in steps if learns[id(s)] == WELL]
 
 
 def _selects(p: Prediction) -> bool:

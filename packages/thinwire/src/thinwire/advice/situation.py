@@ -89,10 +89,11 @@ class Situation:
         selected for Muon, which would make noise of what a selection leaves out.
         """
         found: dict[tuple[str, float, str], Step] = {}
-        for p in prediction.predict_all(handling=self.handling, **self._exchange()):
+        handling = {} if self.optimizer == "muon" else self.handling
+        for p in prediction.predict_all(handling=handling, **self._exchange()):
             nearest = sorted((abs(own - p.density), own) for own in self.handling)
             asked = 1.0 if p.density == 1 else nearest[0][1]
-            if self.optimizer == "muon" and p.algorithm != "dense":
+            if p.density == 1 and p.algorithm != "dense":  # a selection of all of few elements
                 continue
             p = replace(self._with_tiny(p), density=asked)
             key, seconds = (p.algorithm, asked, p.wire), self._seconds(p, asked)

@@ -6,6 +6,7 @@ here. Those of the periodic ones: MuLoCo (Thérien et al., 2025), SparseLoCo (Sa
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class Way:
     sent: (rank, size, shapes) -> traffic of an exchange. make: (optimizer, model, comm, steps=, every=) -> the wrapped
     optimizer; steps: of the training. code: the same as text. hook: that of DDP as text, where there is one; settings:
     (steps) -> its own. every: steps between two exchanges. density: share of elements that is sent.
+    gathers: whether a rank gets a message of each other one, so that its work grows with the ranks.
     dense_share: share of the steps that are dense first. rate: factor for the learning rate of Adam. optimizers: inner
     ones that it is for.
     """
@@ -62,6 +64,7 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
     every: int = 1
     density: float = 1.0
+    gathers: bool = False
     dense_share: float = 0.0
     rate: float = 1.0
     optimizers: tuple[str, ...] = ALL
@@ -114,11 +117,16 @@ def _power_sgd_sent(columns: int, rank: int, size: int, shapes: Shapes) -> Traff
     return powersgd_sent(rank, size, shapes, columns)
 
 
+def _weights(rank: int, size: int) -> Traffic:
+    """Sum of the ranks' weights beside a compressed mean."""
+    return Traffic.allreduce(16, rank, size, 8)
+
+
 def _diloco(every: int, compress: str | None = None, *, rate: float = 1.0) -> Way:
     def sent(rank: int, size: int, shapes: Shapes) -> Traffic:
         if compress is None:
             return Traffic.allreduce(4 * elements(shapes), rank, size, 4)
-        return Traffic.quantised(elements(shapes), rank, size, bits=2)
+        return Traffic.total(Traffic.quantised(elements(shapes), rank, size, bits=2), _weights(rank, size))
 
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         return DiLoCo(optimizer, model=model, comm=comm, sync_every=every, outer=OUTER, compress=compress)
@@ -132,15 +140,18 @@ def _diloco(every: int, compress: str | None = None, *, rate: float = 1.0) -> Wa
 
 def _sparse_loco(every: int) -> Way:
     def sent(rank: int, size: int, shapes: Shapes) -> Traffic:
-        chunks = -(-elements(shapes) // CHUNK)
-        kept = round(SPARSELOCO_DENSITY * CHUNK)
-        return Traffic.allgather([chunks * (4 + 7 * -(-kept // 4))] * size, rank)
+        rows, left = divmod(elements(shapes), CHUNK)
+        sizes = [(rows, CHUNK), (1, left)] if left else [(rows, CHUNK)]
+        kept = [(many, max(1, round(SPARSELOCO_DENSITY * of))) for many, of in sizes]
+        block = sum(4 * many + 7 * -(-many * count // 4) for many, count in kept)
+        return Traffic.total(Traffic.allgather([block] * size, rank), _weights(rank, size))
 
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         return SparseLoCo(optimizer, model=model, comm=comm, sync_every=every, density=SPARSELOCO_DENSITY)
 
     code = f"SparseLoCo(OPTIMIZER, model=model, sync_every={every}, density={SPARSELOCO_DENSITY})"
     settings: dict[str, Any] = {"every": every, "density": SPARSELOCO_DENSITY, "optimizers": ADAMS}
+    settings["gathers"] = True
     return Way("sparseloco", sent, make, code, options={"sync_every": every}, **settings)
 
 
@@ -174,11 +185,21 @@ def measure_work(shapes: Shapes, device: torch.device) -> dict[str, Work]:
     """
     few, found = list(_few(shapes)), {}
     numel, without = elements(few), _seconds(None, few, device, 1)
+    measured: dict[Any, Work] = {}  # of ways whose exchange is the same
     for way in WAYS:
-        small, large = (max(0.0, _seconds(way, few, device, ranks) - without) / numel for ranks in MEASURED_RANKS)
-        per_rank = max(0.0, (large - small) / (MEASURED_RANKS[1] - MEASURED_RANKS[0]))
-        found[way.name] = Work(max(0.0, small - per_rank * MEASURED_RANKS[0]), per_rank)
+        same = way.algorithm, *((key, value) for key, value in way.options.items() if key != "sync_every")
+        if same not in measured:
+            seconds = [max(0.0, _seconds(way, few, device, ranks) - without) / numel for ranks in MEASURED_RANKS]
+            measured[same] = _work(seconds) if way.gathers else Work(statistics.mean(seconds))
+        found[way.name] = measured[same]
     return found
+
+
+def _work(seconds: Sequence[float]) -> Work:
+    """Work that grows with the ranks, from that on `MEASURED_RANKS`."""
+    (few, many), (small, large) = MEASURED_RANKS, seconds
+    per_rank = max(0.0, (large - small) / (many - few))
+    return Work(max(0.0, small - per_rank * few), per_rank)
 
 
 def _few(shapes: Shapes) -> Iterator[torch.Size]:
@@ -190,7 +211,7 @@ def _few(shapes: Shapes) -> Iterator[torch.Size]:
             yield shape
         elif not taken:
             inner = shape.numel() // shape[0]
-            cut = torch.Size((max(1, MOST_ELEMENTS // inner), *shape[1:]))
+            cut = torch.Size((MOST_ELEMENTS // inner, *shape[1:]) if inner <= MOST_ELEMENTS else (MOST_ELEMENTS,))
             taken += cut.numel()
             yield cut
 
