@@ -191,7 +191,12 @@ def powersgd_sent(
 ) -> Traffic:
     """Exact traffic of a rank for a bucket of these shapes: two dense sums, or one without matrices.
 
-    columns: r; None: in a step that is summed dense.
+    Args:
+        rank: This rank.
+        size: P.
+        shapes: Those of the bucket's tensors.
+        columns: r; None: in a step that is summed dense.
+        dtype: Of the gradients.
     """
     sums = [numel for i, numel in enumerate(powersgd_elements(shapes, columns)) if i == 0 or numel]
     return Traffic.total(*(ALGORITHMS["dense"].sent(rank, size, 0, numel, dtype) for numel in sums))

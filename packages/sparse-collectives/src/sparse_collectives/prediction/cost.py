@@ -34,9 +34,10 @@ BACKWARD_SHARE = 2 / 3
 class Handling(NamedTuple):
     """Cost of a rank's own work at one k/n.
 
-    compress: seconds per element of the gradient to accumulate, select and put back; prescribed: the same by name, for
-    algorithms that prescribe the selection. merge: by algorithm and wire (see `on_wire`), seconds of all work between
-    rounds, per merged entry.
+    Attributes:
+        compress: Seconds per element of the gradient to accumulate, select and put back.
+        prescribed: The same by name, for algorithms that prescribe the selection.
+        merge: By algorithm and wire ("gtopk", "gtopk in bf16"), seconds of all work between rounds, per merged entry.
     """
 
     compress: float = 0.0
@@ -51,9 +52,18 @@ NO_WORK = Handling()
 class Prediction:
     """One exchange of one gradient, as the busiest rank sees it.
 
-    numel: n elements. density: k/n, 1 where whole gradients are sent. wire: how values travel, see `WIRES`. nbytes:
-    that a rank sends. compression, latency (the α of all rounds), transfer (β·bytes), merging (and coding): seconds.
-    options: the algorithm's own settings that were given.
+    Attributes:
+        algorithm: Its name.
+        numel: n elements.
+        density: k/n, 1 where whole gradients are sent.
+        wire: Encoding of values, see `WIRES`.
+        nbytes: Bytes that a rank sends.
+        rounds: Rounds that it takes part in.
+        compression: Seconds of selecting.
+        latency: Seconds of the α of all rounds.
+        transfer: Seconds of β·bytes.
+        merging: Seconds of merging and coding.
+        options: Settings of the algorithm that were given.
     """
 
     algorithm: str
