@@ -5,7 +5,8 @@
 Predicted: from α, β, selecting, merging and computing as measured by the same functions that `advise` uses, on the same
 ranks. Measured: forward, backward and the step of a DistributedOptimizer without overlap, every algorithm and density
 taking turns; medians over repeats of the slowest rank. The first choice is good if its measured step is within 10 %
-of the best measured one; a prediction if it is within 20 %. With --full also 8 ranks (`many` in the .json), which are
+of the best measured one; a prediction if it is within 20 %. Of ways that average models a step with an exchange is
+shown, which one of `every` steps is; they are no choice here. With --full also 8 ranks (`many` in the .json), which are
 gloo's, behind a slower link: MPI's ranks take a core each while they wait, and compute for the others' messages.
 """
 
@@ -23,17 +24,20 @@ from slow_link.throttled import behind_link
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.prediction import Handling, measure_handling, measure_traffic, predict, slowest, step_seconds
 from sparse_compress import TopK
+from thinwire.advice.measuring import slowest_work
+from thinwire.advice.ways import BY_NAME, Way, measure_work
 from torch import nn
 
 from bench.real_ranks import found_by, tell
 from bench.record import asked, parser_of, record, told, with_quantiles
 from bench.turns import in_turns, seconds_of
 
-COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
+COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio", "every")
 FIRST_CHOICE, STEP = 0.10, 0.20
 DENSITIES = (0.01, 0.001)
 FEWER_BYTES = "bf16-packed"
 WIDTH = 1024
+OTHERS = tuple(name for name in BY_NAME if name != "diloco sync_every=30")  # whose exchange is another's
 MANY_RANKS, MANY_MBIT, MANY_MS, MANY_LAYERS, MANY_REPEATS = 8, 10.0, 10.0, 1, 2
 """1 Gbit/s and 0.1 ms at a hundredth, and a million parameters."""
 MANY_ALGORITHMS = ("dense", "gtopk", "spardl")
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] = ()) -> int:
     for size in (2, 4):
         with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
             options.facts["link"] = link.describe()
-            rows += found_by(link, on_rank, "mpi", options.repeats, options.layers, list(ALGORITHMS), mpi=True)
+            rows += found_by(link, on_rank, "mpi", options.repeats, options.layers, [*ALGORITHMS, *OTHERS], mpi=True)
     more: dict[str, Any] = {"many": _many()} if options.full else {}
     record(options, rows, labels=COLUMNS[:4], values=COLUMNS[5:7], against=AGAINST, shown=COLUMNS, **more)
     good = [_judged([row for row in rows if row["P"] == size]) for size in (2, 4)]
@@ -78,20 +82,28 @@ def on_rank(by: str, repeats: int, layers: int, names: Sequence[str]) -> None:
         import mpi4py.MPI  # noqa: F401 - what behind_link looks for
     torch.set_num_threads(1)
     comm = behind_link()
-    cases = [case for name in names for case in _cases(name, ALGORITHMS[name].selects)]
+    cases = [case for name in names if name in ALGORITHMS for case in _cases(name, ALGORITHMS[name].selects)]
     steps = {ALONE: _alone(layers)} | {case: _training(layers, comm, *case) for case in cases}
+    steps |= {(name, 1.0, "fp32"): _by_way(layers, comm, BY_NAME[name]) for name in names if name in BY_NAME}
     measured, taken = _interleaved(steps, comm, repeats)
     compute, numel = measured.pop(ALONE), layers * (WIDTH + 1) * WIDTH
     link = measure_traffic(comm)
     costs: dict[str, Any] = {"numel": numel, "device": torch.device("cpu"), "wires": [FEWER_BYTES]}
     handling = {d: measure_handling(comm, density=d, **costs) for d in DENSITIES}
+    shapes = [p.shape for p in _model(layers)[0].parameters()]
+    work = slowest_work(measure_work(shapes, torch.device("cpu")), comm)
     for case, seconds in measured.items():
         name, density, wire = case
-        k, own = TopK(density).entries(numel), handling.get(density, Handling())
-        predicted = predict(name, size=comm.size, numel=numel, k=k, link=link, handling=own, wire=wire)
-        step = step_seconds(predicted, compute=compute)
+        if name in BY_NAME:
+            predicted = BY_NAME[name].predict(shapes, size=comm.size, link=link, work=work[name])
+            step = compute + BY_NAME[name].every * predicted.seconds
+        else:
+            k, own = TopK(density).entries(numel), handling.get(density, Handling())
+            predicted = predict(name, size=comm.size, numel=numel, k=k, link=link, handling=own, wire=wire)
+            step = step_seconds(predicted, compute=compute)
+        every = BY_NAME[name].every if name in BY_NAME else 1
         row = {"algorithm": name, "P": comm.size, "density": density, "wire": wire, "compute_ms": 1e3 * compute}
-        row |= {"predicted_ms": 1e3 * step, "measured_ms": 1e3 * seconds, "ratio": step / seconds}
+        row |= {"predicted_ms": 1e3 * step, "measured_ms": 1e3 * seconds, "ratio": step / seconds, "every": every}
         row |= {"ms_samples": [1e3 * one for one in taken[case]]}
         if comm.rank == 0:
             tell(row)
@@ -114,6 +126,21 @@ def _training(layers: int, comm: Communicator, algorithm: str, density: float, w
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
+
+    return step
+
+
+def _by_way(layers: int, comm: Communicator, way: Way) -> Callable[[], None]:
+    """A function that takes one step with an exchange."""
+    model, batch = _model(layers)
+    optimizer: Any = way.make(torch.optim.SGD(model.parameters(), lr=1e-3), model, comm, steps=0, every=1)
+    exchange = getattr(optimizer, "average", lambda: None)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        exchange()
 
     return step
 
@@ -159,6 +186,7 @@ def _interleaved(
 
 def _judged(rows: Sequence[dict[str, Any]]) -> bool:
     """Says how good the first choice and the predictions are; whether the first choice is."""
+    rows = [row for row in rows if row["every"] == 1]
     first = min(rows, key=lambda row: row["predicted_ms"])
     best = min(rows, key=lambda row: row["measured_ms"])
     behind = first["measured_ms"] / best["measured_ms"] - 1
