@@ -86,13 +86,13 @@ class Trained(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Shapes, step_seconds: float) -> Trained:
-        """Of tensors whose shapes are known; the usual share of a step is taken for backward."""
+        """Training of tensors whose shapes are known; the usual share of a step is taken for backward."""
         tiny = sum(shape.numel() for shape in shapes if shape.numel() < TINY)
         return cls(shapes, tiny, step_seconds, prediction.BACKWARD_SHARE * step_seconds)
 
     @classmethod
     def of_numbers(cls, parameters: int, step_seconds: float) -> Trained:
-        """Of a number of parameters, in tensors of which nothing is known."""
+        """Training of a number of parameters, in tensors of which nothing is known."""
         return cls.of(assumed_shapes(parameters), step_seconds)._replace(tiny=0)
 
 
