@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,27 +58,14 @@ def advise(
         ValueError: An argument makes no sense.
         NoAdvice: There is but one rank, and no link.
     """
-    name = _named(optimizer)
-    if not steps_per_second > 0:
-        raise ValueError(f"steps_per_second is {steps_per_second}, expected above 0")
-    if link is not None and not isinstance(link, Link) and link not in LINKS:
-        raise ValueError(f"link is {link!r}, expected a Link(alpha, beta), None, or one of {', '.join(LINKS)}")
-    if (link is None) != (ranks is None):
-        raise ValueError("ranks goes with link: both of an assumed network, or neither where ranks are running")
-    if ranks is not None and not (isinstance(ranks, int) and ranks >= 2):
-        raise ValueError(f"ranks is {ranks!r}, expected a whole number of 2 or more: one exchanges nothing")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not any(p.numel() for p in trained):
-        raise ValueError("no parameter of the model requires a gradient")
-    if said := other_dtype(model):
-        raise ValueError(said)
+    name, trained = _named(optimizer), [p for p in model.parameters() if p.requires_grad]
+    densities = sorted({density} if isinstance(density, float | int) else set(density or DENSITIES), reverse=True)
+    if wrong := _wrong(model, steps_per_second, link, ranks, densities):
+        raise ValueError(wrong)
     if density is not None and name == "muon":
         raise ValueError("density is of a selection, and nothing is selected for muon: leave it out")
     assumed = LINKS[link] if isinstance(link, str) else link
     comm = join(assumed, comm)
-    densities = sorted({density} if isinstance(density, float | int) else set(density or DENSITIES), reverse=True)
-    if wrong := [each for each in densities if not 0 < each <= 1]:
-        raise ValueError(f"density is {wrong[0]}, expected above 0, and 1 at most")
     situation = find_out(
         Trained.of([p.shape for p in trained], 1 / steps_per_second),
         comm,
@@ -177,6 +164,25 @@ class Plan:
             for rate in {"lr", "initial_lr"} & group.keys():
                 group[rate] = group[rate] * way.rate
         return made
+
+
+def _wrong(
+    model: nn.Module, speed: float, link: str | Link | None, ranks: int | None, densities: Sequence[float]
+) -> str:
+    """Reason why these arguments of `advise` make no sense; "" if they do."""
+    if not speed > 0:
+        return f"steps_per_second is {speed}, expected above 0"
+    if link is not None and not isinstance(link, Link) and link not in LINKS:
+        return f"link is {link!r}, expected a Link(alpha, beta), None, or one of {', '.join(LINKS)}"
+    if (link is None) != (ranks is None):
+        return "ranks goes with link: both of an assumed network, or neither where ranks are running"
+    if ranks is not None and not (isinstance(ranks, int) and ranks >= 2):
+        return f"ranks is {ranks!r}, expected a whole number of 2 or more: one exchanges nothing"
+    if outside := [each for each in densities if not 0 < each <= 1]:
+        return f"density is {outside[0]}, expected above 0, and 1 at most"
+    if not any(p.numel() for p in model.parameters() if p.requires_grad):
+        return "no parameter of the model requires a gradient"
+    return other_dtype(model)
 
 
 def _named(optimizer: str | Optimizer) -> str:
