@@ -14,6 +14,7 @@ BENCHMARKS = {name: f"bench.{name.replace('-', '_')}:main" for name in NAMES.spl
     "convergence": "bench.convergence.command:main",
     "slow-link": "bench.slow_link_check:main",
     "sweeps": "bench.sweeps.command:main",
+    "time-to-quality": "bench.time_to_quality.command:main",
 }
 
 

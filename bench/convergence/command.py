@@ -14,14 +14,12 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.convergence import curves, densities
+from bench.convergence import curves, densities, journal
 from bench.convergence.tasks import TASKS
-from bench.convergence.training import trained
 from bench.convergence.ways import OPTIMIZERS, WAYS, Run
 from bench.record import asked, parser_of, record
 
@@ -36,21 +34,17 @@ AGAINST = "dense, with the same settings and seeds"
 def main(argv: Sequence[str] = ()) -> None:
     """Trains what is missing, prints the table."""
     options = _asked(argv)
-    known = _known(options.output)
     runs = list(_runs(options))
     if not runs:
         raise SystemExit(
             f"none of --optimizers {options.optimizers} is for --tasks {options.tasks} and --ways {options.ways}"
         )
-    for number, run in enumerate(runs, 1):
-        if not _is_whole(known.get(_key(run))):
-            known[_key(run)] = found = {**asdict(run), **trained(run)}
-            _keep(options.output, found)
-            print(f"{number}/{len(runs)}  {_key(run)}  {found['score']:.2f}", flush=True)
-    every = _rows(list(known.values()))
+    journal.ended(runs, options.output)
+    known = list(journal.on_record(options.output).values())
+    every = _rows(known)
     if options.accuracy:
         _write_accuracy(options.accuracy, every)
-    curves.write(options.output, list(known.values()))
+    curves.write(options.output, known)
     record(options, every, labels=LABELS[:5], values=("mean",), against=AGAINST, shown=SHOWN, draw=densities.draw)
 
 
@@ -68,7 +62,7 @@ def _asked(argv: Sequence[str]) -> argparse.Namespace:
     return asked(
         parser,
         argv,
-        tasks=(QUICK["tasks"], list(TASKS)),
+        tasks=(QUICK["tasks"], [name for name, task in TASKS.items() if not task.large]),
         ways=(QUICK["ways"], list(WAYS)),
         densities=([0.01], [0.1, 0.01, 0.001]),
         ranks=([2], [4, 8]),
@@ -86,40 +80,6 @@ def _runs(options: argparse.Namespace) -> Iterator[Run]:
                 if optimizer in way.optimizers and optimizer in TASKS[task].rates:
                     steps = options.steps or TASKS[task].steps
                     yield Run(task, optimizer, name, density, clip, ranks, seed, steps)
-
-
-def _key(run: Run | dict[str, Any]) -> str:
-    values = asdict(run) if isinstance(run, Run) else run
-    return "  ".join(str(values[name]) for name in Run.__dataclass_fields__)
-
-
-def _journal(folder: Path) -> Path:
-    return folder / "convergence-runs.jsonl"
-
-
-def _known(folder: Path) -> dict[str, dict[str, Any]]:
-    """Trainings that have ended, by what they were; the last line may have been cut off."""
-    if not _journal(folder).exists():
-        return {}
-    found = {}
-    for line in _journal(folder).read_text().splitlines():
-        try:
-            one = json.loads(line)
-        except ValueError:
-            continue
-        found[_key(one)] = one
-    return found
-
-
-def _is_whole(found: dict[str, Any] | None) -> bool:
-    """Whether bytes and messages on the way are there, which the first records lack."""
-    return found is not None and all(len(point) == 4 for point in found["curve"])
-
-
-def _keep(folder: Path, found: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with _journal(folder).open("a") as file:
-        file.write(json.dumps(found) + "\n")
 
 
 def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,7 +129,7 @@ def _sent(seeds: Sequence[dict[str, Any]]) -> dict[str, float]:
 
     Since then a warm-up sends whole gradients in half of the bytes, and the first copy of the model is not counted.
     """
-    counted = [one for one in seeds if _is_whole(one)] or seeds
+    counted = [one for one in seeds if journal.is_whole(one)] or seeds
     names = [name for name in counted[0] if name == "bytes_a_step" or name.startswith("network")]
     return {name: statistics.mean(one[name] for one in counted) for name in names}
 

@@ -63,3 +63,5 @@ RECIPES: dict[str, Make] = {
     "diloco often": _often,
     "sparseloco": _sparseloco,
 }
+PERIODS = {"diloco": TAU, "diloco int2": TAU, "diloco often": OFTEN, "sparseloco": OFTEN}
+"""Steps from one exchange to the next."""

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from bench.convergence.tasks import TASKS
 from bench.convergence.ways import Run
 
-POINTS = 6  # of a curve
 Point = tuple[int, float, int, int]
 """Steps that were taken, the score after them, bytes and messages that a rank has sent in them.
 
@@ -51,7 +50,7 @@ def curve_of(run: Run, training: Training, *, rank: int, size: int, clip_after: 
     """
     task, model, curve = TASKS[run.task], training.model, list[Point]()
     schedule = LambdaLR(training.optimizer, lambda step: _rate(step, run.steps))
-    every, (bytes_before, messages_before) = max(1, run.steps // POINTS), training.sent()
+    every, (bytes_before, messages_before) = max(1, run.steps // task.points), training.sent()
     for step in range(run.steps):
         training.optimizer.zero_grad()
         with training.around():

@@ -1,12 +1,14 @@
-"""Small models on real data that every machine has: scikit-learn's digits, and the text of Python's own help.
+"""Models on real data: scikit-learn's digits and the text of Python's own help, which every machine has; Fashion-MNIST.
 
+Fashion-MNIST is read from FOLDER, where Debian's package `dataset-fashion-mnist` puts it.
 A task's batches depend on seed, rank and step alone, so that all exchanges see the same data.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +16,17 @@ from torch.nn import functional as F
 
 LENGTH = 48  # characters of a sequence
 TRAIN = 1437  # of 1,797 digits
+FOLDER = Path("/usr/share/datasets")
+TESTED = 5000  # of 10,000 test images of clothing
 
 
 @dataclass(frozen=True)
 class Task:
     """model: () -> a new one, out of torch's generator. batch: samples of all ranks together, a step.
 
-    rates: learning rate of each optimizer that it is for, at which dense does well. lower: whether a lower score is
-    better.
+    rates: learning rate of each optimizer that it is for, at which dense does well. text: of characters, whose score is
+    a perplexity. images: () -> those to train on and their labels, those to test on and theirs. points: of a curve.
+    large: a training takes minutes, so that `python -m bench convergence` takes it only if it is asked for.
     """
 
     name: str
@@ -30,25 +35,34 @@ class Task:
     steps: int
     rates: dict[str, float]
     text: bool = False
+    images: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+    points: int = 6
+    large: bool = False
 
     def loss(self, model: nn.Module, *, seed: int, rank: int, size: int, step: int) -> Tensor:
         """Of this rank's share of a step's batch."""
-        inputs, labels = (_text_batch if self.text else _digits_batch)(self.batch // size, seed, rank, size, step)
+        count = self.batch // size
+        if self.images is None:
+            inputs, labels = _text_batch(count, seed, rank, size, step)
+        else:
+            images, targets, _, _ = self.images()
+            chosen = _chosen(len(images), count, seed, rank, size, step)
+            inputs, labels = images[chosen], targets[chosen]
         return F.cross_entropy(model(inputs), labels)
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> float:
-        """Accuracy in percent on the test digits; of text the perplexity of a character."""
+        """Accuracy in percent on the test images; of text the perplexity of a character."""
         model.eval()
-        if self.text:
+        if self.images is None:
             held_out = characters()[1][: 192 * LENGTH + 1]
             found = F.cross_entropy(model(held_out[:-1].view(-1, LENGTH)), held_out[1:].view(-1, LENGTH))
             model.train()
             return math.exp(found.item())
-        _, _, inputs, labels = digits()
-        right = float((model(inputs).argmax(1) == labels).float().mean())
+        _, _, inputs, labels = self.images()
+        found = torch.cat([model(some).argmax(1) for some in torch.split(inputs, 500)])
         model.train()
-        return 100 * right
+        return 100 * float((found == labels).float().mean())
 
 
 @cache
@@ -75,13 +89,32 @@ def characters() -> tuple[Tensor, Tensor, int]:
     return numbers[:cut], numbers[cut:], len(known)
 
 
-def _digits_batch(count: int, seed: int, rank: int, size: int, step: int) -> tuple[Tensor, Tensor]:
+@cache
+def clothing() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fashion-MNIST: inputs and labels to train on, then the first `TESTED` of those to test on."""
+    from thinwire_cifar.data.fashion_mnist import load
+    from thinwire_trainer.errors import RunError
+
+    try:
+        data = load(FOLDER)
+    except RunError as missing:
+        raise SystemExit(
+            f"Fashion-MNIST: apt-get install dataset-fashion-mnist, or set FOLDER in {__name__}: {missing}"
+        ) from missing
+    everything, tested = torch.arange(len(data.train.labels)), torch.arange(TESTED)
+    train, test = (
+        (split.read(chosen, None).float() - data.mean[0]) / data.deviation[0]
+        for split, chosen in ((data.train, everything), (data.test, tested))
+    )
+    return train, data.train.labels, test, data.test.labels[:TESTED]
+
+
+def _chosen(samples: int, count: int, seed: int, rank: int, size: int, step: int) -> Tensor:
+    """A rank's indices in a step: every sample once an epoch."""
     a_step = count * size
-    epoch, place = divmod(step, TRAIN // a_step)
-    order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(1000 * seed + epoch))
-    chosen = order[place * a_step + rank * count :][:count]
-    inputs, labels, _, _ = digits()
-    return inputs[chosen], labels[chosen]
+    epoch, place = divmod(step, samples // a_step)
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+    return order[place * a_step + rank * count :][:count]
 
 
 def _text_batch(count: int, seed: int, rank: int, size: int, step: int) -> tuple[Tensor, Tensor]:
@@ -131,12 +164,12 @@ class ViT(nn.Module):
 class TransformerLM(nn.Module):
     """Characters to the next ones, (batch, tokens) to (batch, characters, tokens)."""
 
-    def __init__(self, width: int = 48) -> None:
+    def __init__(self, width: int = 48, layers: int = 2) -> None:
         super().__init__()
         count = characters()[2]
         self.embedding, self.places = nn.Embedding(count, width), nn.Parameter(torch.randn(LENGTH, width) * 0.02)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.blocks = nn.Sequential(Block(width, causal=True), Block(width, causal=True))
+        self.blocks = nn.Sequential(*(Block(width, causal=True) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, count)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -167,8 +200,8 @@ def cnn() -> nn.Module:
     )
 
 
-def resnet20() -> nn.Module:
-    """The cifar app's, for one channel.
+def resnet20(size: int = 8) -> nn.Module:
+    """The cifar app's, for one channel and images of size × size.
 
     BatchNorm takes the mean of each rank's own batch, as under DDP, and the running statistics that are scored are
     rank 0's, which DDP would copy to all ranks. Dense SGD is at 98 % after 176 steps; it has 264 as the others, since
@@ -176,17 +209,21 @@ def resnet20() -> nn.Module:
     """
     from thinwire_cifar.models import resnet_cifar
 
-    model: nn.Module = resnet_cifar.resnet20(channels=1, classes=10, size=8)
+    model: nn.Module = resnet_cifar.resnet20(channels=1, classes=10, size=size)
     return model
 
 
 TASKS = {
     task.name: task
     for task in (
-        Task("cnn-digits", cnn, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
-        Task("vit-digits", ViT, 64, 264, {"sgd": 0.1, "adamw": 3e-3, "muon": 6e-3}),
-        Task("resnet20-digits", resnet20, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
+        Task("cnn-digits", cnn, 64, 264, {"sgd": 0.1, "adamw": 3e-3}, images=digits),
+        Task("vit-digits", ViT, 64, 264, {"sgd": 0.1, "adamw": 3e-3, "muon": 6e-3}, images=digits),
+        Task("resnet20-digits", resnet20, 64, 264, {"sgd": 0.1, "adamw": 3e-3}, images=digits),
         Task("transformer-text", TransformerLM, 16, 2400, {"sgd": 0.3, "adamw": 6e-3, "muon": 6e-3}, text=True),
         Task("lstm-text", LSTMLM, 16, 2400, {"sgd": 2.0, "adamw": 1e-2}, text=True),
+        Task("gpt-text", partial(TransformerLM, 256, 4), 16, 1200, {"adamw": 1e-3}, text=True, points=24, large=True),
+        Task(
+            "resnet20-clothing", partial(resnet20, 28), 128, 936, {"sgd": 0.1}, images=clothing, points=12, large=True
+        ),
     )
 }

@@ -3,16 +3,18 @@
 Seeds, batches, rates and clipping are those of the simulated ranks, so the scores are comparable: plain DDP ("torch
 DDP") ends with the bits of "dense" on two ranks, since both halve the same sum. On more ranks the order of the sum
 differs, and scores agree within rounding.
-PowerSGD has the rank that `algorithm="powersgd"` has by default, and its first tenth of the steps dense, as torch's
-documentation advises. All have one bucket: with several, torch's PowerSGD hook starts sums in another order on each
-rank. Bytes are not counted but reckoned: elements that are reduced, times 2(P − 1)/P in 2(P − 1) messages as a ring
-sends them. BatchNorm's running statistics are rank 0's here, which DDP copies to all; with simulated ranks they are
-each rank's own. Rank 0 is the one that is scored, and training does not read them, so that makes no difference.
+PowerSGD has its first tenth of the steps dense, as torch's documentation advises, and one bucket: with several, torch's
+hook starts sums in another order on each rank. Local SGD is torch's PostLocalSGDOptimizer, a tenth of the steps
+synchronous. Bytes are not counted but reckoned: elements that are reduced, times 2(P − 1)/P in 2(P − 1) messages as a
+ring sends them. BatchNorm's running statistics are rank 0's here, which DDP copies to all; with simulated ranks they
+are each rank's own. Rank 0 is the one that is scored, and training does not read them: that makes no difference.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.convergence.rank import Point, Training, curve_of
 from bench.convergence.tasks import TASKS
-from bench.convergence.ways import MOMENTUM, WARM_UP, Run
+from bench.convergence.ways import WARM_UP, Run, inner_of
 from bench.peers import in_bf16
 from bench.real_ranks import found_by, tell, unhindered
 
-LOW_RANK = 2
+LOW_RANK, LOCAL = "torch PowerSGD hook", "torch PostLocalSGD"
+EVERY = 4  # steps between two averages
 SECONDS = 1800  # that a training may take
 
 Reduced = Callable[[int], tuple[float, int]]
@@ -46,18 +49,20 @@ def on_rank(asked: dict[str, Any]) -> None:
     run = Run(**asked)
     torch.manual_seed(run.seed)
     task = TASKS[run.task]
-    made = _training(run, task.model(), task.rates[run.optimizer])
+    made = training(run, task.model(), task.rates[run.optimizer])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         curve = curve_of(run, made, rank=dist.get_rank(), size=dist.get_world_size(), clip_after=run.clip)
     tell([dist.get_rank(), curve])
 
 
-def _training(run: Run, model: nn.Module, rate: float) -> Training:
-    inner: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    if run.optimizer == "sgd":
-        inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
-    ddp, size, taken = DistributedDataParallel(model, bucket_cap_mb=64), dist.get_world_size(), [0]
+def training(run: Run, model: nn.Module, rate: float) -> Training:
+    """One rank's, in the default process group."""
+    inner = inner_of(run, model, rate)
+    if run.way == LOCAL:
+        return _post_local_sgd(run, model, inner)
+    one_bucket: dict[str, Any] = {"bucket_cap_mb": 64} if run.way.startswith(LOW_RANK) else {}
+    ddp, size, taken = DistributedDataParallel(model, **one_bucket), dist.get_world_size(), [0]
     numel = sum(p.numel() for p in ddp.parameters())
     reduced = HOOKS[run.way](ddp, run, numel)
 
@@ -72,6 +77,42 @@ def _training(run: Run, model: nn.Module, rate: float) -> Training:
     return Training(model, calls=ddp, optimizer=inner, step=step, sent=sent)
 
 
+def _post_local_sgd(run: Run, model: nn.Module, inner: torch.optim.Optimizer) -> Training:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer  # importing it warns
+
+    warm, size, taken = run.steps // WARM_UP, dist.get_world_size(), [0]
+    ddp = DistributedDataParallel(model)
+    state = PostLocalSGDState(None, None, warm, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
+    ddp.register_comm_hook(state, post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(optim=inner, averager=PeriodicModelAverager(period=EVERY, warmup_steps=warm))
+    numel = sum(p.numel() for p in ddp.parameters())
+
+    def step() -> None:
+        optimizer.step()  # type: ignore[no-untyped-call]
+        taken[0] += 1
+
+    def mean() -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= size
+
+    @contextmanager
+    def agreed() -> Iterator[None]:
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        mean()
+        yield
+        for parameter, before in zip(model.parameters(), kept, strict=True):
+            parameter.data.copy_(before)
+
+    def sent() -> tuple[int, int]:
+        rounds = min(taken[0], warm) + max(0, taken[0] - warm) // EVERY
+        return round(8 * (size - 1) / size * numel * rounds), 2 * (size - 1) * rounds
+
+    return Training(model, calls=ddp, optimizer=inner, step=step, sent=sent, agreed=agreed, finish=mean)
+
+
 def _plain(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:
     return lambda steps: (4 * numel * steps, steps)
 
@@ -81,10 +122,10 @@ def _in_bf16(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:
     return lambda steps: (2 * numel * steps, steps)
 
 
-def _low_rank(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:
+def _low_rank(ddp: DistributedDataParallel, run: Run, numel: int, *, rank: int) -> Reduced:
     dense = max(2, run.steps // WARM_UP)
     how: dict[str, Any] = {"start_powerSGD_iter": dense, "min_compression_rate": 1, "random_seed": run.seed}
-    state = PowerSGDState(None, matrix_approximation_rank=LOW_RANK, **how)
+    state = PowerSGDState(None, matrix_approximation_rank=rank, **how)
     ddp.register_comm_hook(state, powerSGD_hook)
 
     def reduced(steps: int) -> tuple[float, int]:
@@ -97,5 +138,6 @@ def _low_rank(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:
 HOOKS: dict[str, Callable[[DistributedDataParallel, Run, int], Reduced]] = {
     "torch DDP": _plain,
     "torch bf16 hook": _in_bf16,
-    "torch PowerSGD hook": _low_rank,
+    LOW_RANK: partial(_low_rank, rank=2),
+    **{f"{LOW_RANK} rank {rank}": partial(_low_rank, rank=rank) for rank in (1, 4, 8)},
 }

@@ -51,12 +51,18 @@ def _point(ranks: tuple[Point, ...]) -> Point:
 
 
 def _on_rank(run: Run, way: Way, comm: Communicator) -> list[Point]:
+    made, clip_after = training_of(run, way, comm), run.clip if way.clips_after else 0.0
+    return curve_of(run, made, rank=comm.rank, size=comm.size, clip_after=clip_after)
+
+
+def training_of(run: Run, way: Way, comm: Communicator) -> Training:
+    """One rank's. Those of torch are in the default process group, whatever `comm` is."""
     torch.manual_seed(run.seed)
     task = TASKS[run.task]
     model, rate = task.model(), task.rates[run.optimizer]
-    made = periodic.training(run, model, rate, comm) if way.by == "periodic" else _ours(run, way, model, rate, comm)
-    clip_after = run.clip if way.clips_after else 0.0
-    return curve_of(run, made, rank=comm.rank, size=comm.size, clip_after=clip_after)
+    if way.by == "torch":
+        return torch_hooks.training(run, model, rate)
+    return periodic.training(run, model, rate, comm) if way.by == "periodic" else _ours(run, way, model, rate, comm)
 
 
 def _ours(run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator) -> Training:

@@ -1,0 +1,176 @@
+"""Seconds until a model is as good as plain DDP in bf16 makes it: which way gets there first behind a slow link?
+
+    python -m bench time-to-quality [--tasks NAME ...] [--ranks P ...] [--links NAME ...] [--seeds N] [--whole]
+                                    [--full] [--output DIR]
+
+Quality by step: trainings of `python -m bench convergence`, taken from its record, or made if it lacks them. Seconds by
+step: real gloo ranks behind an emulated link, one after another where cores are few; all ways take turns. goal: the
+mean final score of DDP with bf16 gradients, less a point of accuracy, or 1 % more loss; where a curve crosses it is
+interpolated. seconds: from the first step to the goal, median of the seeds; a training that does not get there takes
+for ever, and `reached` says how many do. over_bf16, over_powersgd, over_torch: how many times as long DDP with bf16
+gradients takes, torch's PowerSGD of the best rank, and the best of torch's ways. advised: whether `thinwire.advise`
+says so for this model, link and number of ranks. With --whole some trainings are done behind the link from beginning to
+end, to compare.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+from typing import Any
+
+import thinwire
+import torch
+from communicators import Link
+
+from bench.convergence import journal
+from bench.convergence.tasks import TASKS
+from bench.convergence.ways import WAYS, Run
+from bench.record import asked, parser_of, record
+from bench.time_to_quality import picture
+from bench.time_to_quality.seconds import ALONE, Case, Cell, measured, phases, until, whole
+
+LINKS = {"1 Gbit/s, 0.1 ms": (1000.0, 0.1), "100 Mbit/s, 1 ms": (100.0, 1.0), "10 Mbit/s, 50 ms": (10.0, 50.0)}
+BF16, POWERSGD = "torch bf16 hook", "torch PowerSGD hook"
+LOSS, POINTS = 1.01, 1.0  # what the goal leaves
+OPTIMIZERS = {"resnet20-clothing": "sgd"}
+"""Of tasks that are not trained with AdamW."""
+TORCH = ("torch DDP", BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
+SPARSE = tuple((way, 0.01) for way in ("gtopk", "topk-allgather", "spardl"))
+SYNCHRONOUS = tuple((way, 1.0) for way in ("powersgd rank 4", "dense-int8"))
+PERIODIC = (("diloco", 1.0), ("diloco int2", 1.0), ("sparseloco", 0.021))
+QUICK = ("vit-digits",)
+COLUMNS = ("task", "link", "P", "way", "step_ms", "reached", "seconds", "over_bf16", "over_powersgd", "advised")
+AGAINST = "DistributedDataParallel with torch's bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
+
+
+def main(argv: Sequence[str] = ()) -> None:
+    """Trains and measures what is missing, prints the table."""
+    parser = parser_of("time-to-quality", __doc__, full="all tasks and links, 4 ranks, 3 seeds: hours")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="NAME")
+    parser.add_argument("--links", nargs="+", choices=LINKS, metavar="NAME", help=", ".join(map(repr, LINKS)))
+    parser.add_argument("--ranks", nargs="+", type=int, metavar="P", help="default 2; full 4")
+    parser.add_argument("--seeds", type=int, help="default 1; full 3")
+    parser.add_argument("--whole", action="store_true", help="compare with trainings from beginning to end; full: do")
+    options = asked(
+        parser,
+        argv,
+        tasks=(QUICK, ["gpt-text", "resnet20-clothing", "vit-digits", "lstm-text"]),
+        links=(["100 Mbit/s, 1 ms"], list(LINKS)),
+        ranks=([2], [4]),
+        seeds=(1, 3),
+    )
+    rows = [row for cell, link in _cells(options) for row in _rows(cell, link, options)]
+    checked = list(_whole(options)) if options.whole or options.full else []
+    against, labels = AGAINST, COLUMNS[:4]
+    more: dict[str, Any] = {"whole": checked, "goals": {"loss": LOSS, "points": POINTS}}
+    record(options, rows, labels=labels, values=("seconds",), against=against, shown=COLUMNS, draw=picture.draw, **more)
+
+
+def _cells(options: argparse.Namespace) -> Iterator[tuple[Cell, str]]:
+    for task, ranks, link in product(options.tasks, options.ranks, options.links):
+        yield Cell(task, OPTIMIZERS.get(task, "adamw"), ranks, *LINKS[link]), link
+
+
+def runs_of(cell: Cell, seeds: int) -> dict[Case, list[Run]]:
+    """Trainings that are compared, by what they send at last."""
+    ways = [*((way, 1.0) for way in TORCH), *SYNCHRONOUS, *SPARSE, *PERIODIC]
+    steps, found = TASKS[cell.task].steps, {}
+    for way, density in ways:
+        if cell.optimizer in WAYS[way].optimizers:
+            run = (cell.task, cell.optimizer, way, density, 0.0, cell.ranks)
+            found[Case(way, density)] = [Run(*run, seed, steps) for seed in range(seeds)]
+    return found
+
+
+def _rows(cell: Cell, link: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One a way."""
+    runs = runs_of(cell, options.seeds)
+    cases = list(dict.fromkeys(case for of in runs.values() for case in phases(of[0])))
+    seconds = measured(cell, cases, options.output)
+    scores = {case: journal.ended(of, options.output) for case, of in runs.items()}
+    goal = goal_of(cell.task, [one["score"] for one in scores[Case(BF16)]])
+    advised = _advised(cell, statistics.median(seconds[f"{ALONE} at 1"]))
+    rows, medians = list[dict[str, Any]](), dict[Case, float]()
+    for case, of in runs.items():
+        times = [_seconds(run, one, goal, seconds) for run, one in zip(of, scores[case], strict=True)]
+        medians[case] = statistics.median(times)
+        there = [time for time in times if time < math.inf]
+        row = {"task": cell.task, "link": link, "P": cell.ranks, "way": case.way, "density": case.density}
+        row |= {"library": "torch" if WAYS[case.way].by == "torch" else "thinwire", "optimizer": cell.optimizer}
+        row |= {"step_ms": 1e3 * statistics.median(seconds[case.name]), "reached": f"{len(there)}/{len(times)}"}
+        row |= {"seconds": _finite(medians[case]), "least": min(there, default=None)}
+        row |= {"most": _finite(max(times)), "goal": goal, "advised": case == advised}
+        rows.append(row | {"score": statistics.mean(one["score"] for one in scores[case])})
+    best = {
+        "over_bf16": medians[Case(BF16)],
+        "over_powersgd": min(time for case, time in medians.items() if case.way.startswith(POWERSGD)),
+        "over_torch": min(time for case, time in medians.items() if WAYS[case.way].by == "torch"),
+    }
+    return [row | {name: _over(time, row["seconds"]) for name, time in best.items()} for row in rows]
+
+
+def goal_of(task: str, scores: Sequence[float]) -> float:
+    """The score to be reached, of what DDP in bf16 reaches: a perplexity, or percent."""
+    mean = statistics.mean(scores)
+    return float(mean**LOSS) if TASKS[task].text else mean - POINTS
+
+
+def steps_until(curve: Sequence[Sequence[float]], goal: float, *, text: bool) -> float:
+    """Steps until the curve reaches the goal, on a straight line between two scores; inf if it does not.
+
+    Of text, whose score is a perplexity, the line is that of the loss.
+    """
+    places = [(step, -math.log(score) if text else score) for step, score, *_ in curve]
+    aim = -math.log(goal) if text else goal
+    if places[0][1] >= aim:
+        return places[0][0]
+    for (before, low), (after, high) in pairwise(places):
+        if high >= aim:
+            return before + (after - before) * (aim - low) / (high - low)
+    return math.inf
+
+
+def _seconds(run: Run, found: dict[str, Any], goal: float, seconds: Any) -> float:
+    steps = steps_until(found["curve"], goal, text=TASKS[run.task].text)
+    return until(run, seconds)[math.ceil(steps)] if steps < math.inf else math.inf
+
+
+def _finite(value: float) -> float | None:
+    return value if value < math.inf else None
+
+
+def _over(other: float, own: float | None) -> float | None:
+    """How many times as long another takes; None where either does not get there."""
+    return None if own is None or other == math.inf else other / own
+
+
+def _advised(cell: Cell, alone: float) -> Case | None:
+    """What `thinwire.advise` says here, for a rank that computes a step in `alone` seconds."""
+    link = Link(1e-3 * cell.ms, 8e-6 / cell.mbit)
+    torch.manual_seed(0)
+    model, kind = TASKS[cell.task].model(), cell.optimizer
+    said = thinwire.advise(model, steps_per_second=1 / alone, optimizer=kind, link=link, ranks=cell.ranks)
+    p = said.recommendation.step.prediction
+    if p.algorithm == "dense":
+        return Case(BF16 if p.wire == "bf16" else "torch DDP")
+    for name, way in WAYS.items():
+        if way.advised == (p.variant, p.wire):
+            return Case(name, p.density)
+    return None
+
+
+def _whole(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Seconds of whole trainings behind the link, and what `until` makes of single steps."""
+    for cell, link in _cells(options):
+        if cell.task in QUICK:
+            runs = runs_of(cell, 1)
+            seconds = measured(
+                cell, list(dict.fromkeys(c for of in runs.values() for c in phases(of[0]))), options.output
+            )
+            for case in (Case(BF16), Case("gtopk", 0.01), Case("diloco int2")):
+                [run] = runs[case]
+                took, said = statistics.median(whole(cell, run)), until(run, seconds)[-1]
+                row = {"task": cell.task, "link": link, "P": cell.ranks, "way": case.way}
+                yield row | {"measured": took, "by_steps": said, "ratio": said / took}

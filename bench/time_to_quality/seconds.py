@@ -1,0 +1,165 @@
+"""Seconds of a training's steps, measured by real ranks behind an emulated link, ways taking turns.
+
+A training has phases: all is sent at first, then little; ranks take steps alone, then average. What is measured is a
+`Case`, a way at one density without any warm-up, over a whole period of steps; `until` adds up those of a training.
+"""
+
+import json
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from slow_link import open_link
+from slow_link.throttled import behind_link
+from sparse_compress import WarmUp
+
+from bench.convergence import periodic, torch_hooks
+from bench.convergence.rank import Training
+from bench.convergence.tasks import TASKS
+from bench.convergence.training import training_of
+from bench.convergence.ways import WARM_UP, WAYS, Run, inner_of
+from bench.real_ranks import found_by, tell
+from bench.turns import in_turns, seconds_of
+
+JOURNAL = "time-to-quality-seconds.jsonl"
+ALONE, DDP, DENSE = "alone", "torch DDP", "dense"
+FIRST, TURNS = 3, 3  # steps before all turns, and turns that are measured, after one that is not
+NO_WARM_UP = 4  # steps of a training, of which a tenth is none
+LIMIT = 3600  # seconds that all ways of a cell may take
+
+Seconds = dict[str, list[float]]
+"""Of a step in each turn, by `Case.name`."""
+
+
+class Cell(NamedTuple):
+    """Where trainings are compared."""
+
+    task: str
+    optimizer: str
+    ranks: int
+    mbit: float
+    ms: float
+
+
+class Case(NamedTuple):
+    """What sends the same in all of its periods."""
+
+    way: str
+    density: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.way} at {self.density:g}"
+
+
+def phases(run: Run) -> list[Case]:
+    """The case of each step."""
+    way, tenth = WAYS[run.way], max(2, run.steps // WARM_UP)
+    if way.by == "ours" and way.selects:
+        density = WarmUp.recommended(run.density, run.steps)
+        return [Case(run.way, density(step)) for step in range(run.steps)]
+    first = {"torch": DDP, "ours": DENSE}.get(way.by, run.way)
+    warms = "powersgd" in run.way.lower() or run.way == torch_hooks.LOCAL
+    return [Case(first if warms and step < tenth else run.way, run.density) for step in range(run.steps)]
+
+
+def until(run: Run, seconds: Seconds) -> list[float]:
+    """Seconds from the first step to the end of each, beginning with 0 before it."""
+    of = {name: statistics.median(turns) for name, turns in seconds.items()}
+    return list(accumulate((of[case.name] for case in phases(run)), initial=0.0))
+
+
+def measured(cell: Cell, cases: Sequence[Case], folder: Path) -> Seconds:
+    """Of all cases, and of a rank that exchanges nothing (`ALONE`): from the record, if it has all, or anew."""
+    path = folder / JOURNAL
+    if path.exists():
+        for line in reversed(path.read_text().splitlines()):
+            kept = json.loads(line)
+            if kept["cell"] == list(cell) and {case.name for case in cases} <= kept["seconds"].keys():
+                return dict(kept["seconds"])
+    found = _on_ranks(cell, on_rank, cell, cases)
+    seconds = {name: [max(turn) for turn in zip(*(of[name] for of in found), strict=True)] for name in found[0]}
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps({"cell": cell, "seconds": seconds}) + "\n")
+    return seconds
+
+
+def whole(cell: Cell, run: Run) -> list[float]:
+    """Seconds of all steps of one training, none left out."""
+    return [max(of) for of in zip(*_on_ranks(cell, all_steps, cell, asdict(run)), strict=True)]
+
+
+def _on_ranks(cell: Cell, part: Callable[..., None], *arguments: Any) -> list[Any]:
+    with open_link(ranks=cell.ranks, mbit_per_second=cell.mbit, milliseconds=cell.ms) as link:
+        return found_by(link, part, *arguments, mpi=False, timeout=LIMIT)
+
+
+def on_rank(asked: Sequence[Any], cases: Iterable[Sequence[Any]]) -> None:
+    """One rank's part, in a process group: what it took."""
+    cell, trainings, turns = Cell(*asked), [], {}
+    for case in [Case(ALONE), *(Case(*case) for case in cases)]:
+        trainings.append(_training(cell, case))
+        steps = Steps(trainings[-1], cell, seed=0)
+        steps.take(FIRST)
+        turns[case.name] = partial(steps.seconds, _period(case.way))
+    found = in_turns(turns, TURNS, before=dist.barrier)
+    for training in trainings:
+        training.finish()
+    tell(found)
+
+
+def _training(cell: Cell, case: Case) -> Training:
+    """What takes the steps of a case."""
+    run = Run(cell.task, cell.optimizer, case.way, case.density, 0.0, cell.ranks, 0, NO_WARM_UP)
+    if case.way == ALONE:
+        model, rate = TASKS[cell.task].model(), TASKS[cell.task].rates[cell.optimizer]
+        inner = inner_of(run, model, rate)
+        return Training(model, calls=model, optimizer=inner, step=inner.step, sent=lambda: (0, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return training_of(run, WAYS[case.way], behind_link())
+
+
+class Steps:
+    """Steps of a training on this rank."""
+
+    def __init__(self, training: Training, cell: Cell, seed: int) -> None:
+        self._training, self._cell, self._seed, self._taken = training, cell, seed, 0
+
+    def take(self, count: int) -> None:
+        """The next ones."""
+        task, training = TASKS[self._cell.task], self._training
+        for step in range(self._taken, self._taken + count):
+            training.optimizer.zero_grad()
+            with training.around():
+                batch = {"seed": self._seed, "rank": dist.get_rank(), "size": self._cell.ranks, "step": step}
+                task.loss(training.calls, **batch).backward()  # type: ignore[no-untyped-call]
+            training.step()
+        self._taken += count
+
+    def seconds(self, count: int) -> float:
+        """Of one of the next `count`."""
+        return seconds_of(partial(self.take, count)) / count
+
+
+def _period(way: str) -> int:
+    """Steps until it begins anew."""
+    if way == torch_hooks.LOCAL:
+        return torch_hooks.EVERY
+    return periodic.PERIODS.get(way, 1)
+
+
+def all_steps(asked: Sequence[Any], run: dict[str, Any]) -> None:
+    """One rank's part in a training: tells what its steps took together."""
+    cell, chosen = Cell(*asked), Run(**run)
+    training = training_of(chosen, WAYS[chosen.way], behind_link())
+    dist.barrier()
+    tell([chosen.steps * Steps(training, cell, chosen.seed).seconds(chosen.steps)])
+    training.finish()
