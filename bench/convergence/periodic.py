@@ -3,8 +3,9 @@
 DiLoCo with Muon inside is MuLoCo (Thérien et al., 2025). Outer momentum is 0.6, rates are 1/2 of the task's for AdamW
 and 1 of that for Muon: of 0.6 and 0.9, and of 1/4, 1/2, 1 and 2, the best on text of 8 ranks with another seed, or 1 %
 from it. SparseLoCo (Sarfi et al., 2025) sends an element about once in 1/density blocks: so it has short ones, and
-"diloco often" as many, both at the task's rate. Bytes are those of the messages, spread over the steps. On the way the
-model is the agreed one, of the last block that has ended.
+"diloco often" as many, both at the task's rate; so do local SGD and Overlap-Local-SGD, which average every 4 steps.
+Bytes are those of the messages, spread over the steps. On the way the model is the agreed one, of the last block that
+has ended.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,13 @@ from functools import partial
 
 import torch
 from communicators import Communicator
-from local_sgd import DiLoCo, PeriodicAveraging, SparseLoCo
+from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, PeriodicAveraging, SparseLoCo
 from torch import nn
 
 from bench.convergence.rank import Training
 from bench.convergence.ways import Run, inner_of
 
-TAU, OFTEN = 30, 5
+TAU, OFTEN, FOUR = 30, 5, 4
 SHARES = {"adamw": 0.5, "muon": 1.0}
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 
@@ -57,11 +58,28 @@ def _sparseloco(run: Run, model: nn.Module, rate: float, comm: Communicator) -> 
     return SparseLoCo(inner_of(run, model, rate), comm=comm, sync_every=OFTEN, density=run.density)
 
 
+def _local(run: Run, model: nn.Module, rate: float, comm: Communicator) -> LocalSGD:
+    return LocalSGD(inner_of(run, model, rate), comm=comm, sync_every=FOUR)
+
+
+def _overlap(run: Run, model: nn.Module, rate: float, comm: Communicator) -> OverlapLocalSGD:
+    return OverlapLocalSGD(inner_of(run, model, rate), comm=comm, sync_every=FOUR)
+
+
 RECIPES: dict[str, Make] = {
+    "local-sgd": _local,
+    "overlap-local-sgd": _overlap,
     "diloco": _diloco,
     "diloco int2": partial(_diloco, compress="int2"),
     "diloco often": _often,
     "sparseloco": _sparseloco,
 }
-PERIODS = {"diloco": TAU, "diloco int2": TAU, "diloco often": OFTEN, "sparseloco": OFTEN}
+PERIODS = {
+    "local-sgd": FOUR,
+    "overlap-local-sgd": FOUR,
+    "diloco": TAU,
+    "diloco int2": TAU,
+    "diloco often": OFTEN,
+    "sparseloco": OFTEN,
+}
 """Steps from one exchange to the next."""

@@ -77,8 +77,7 @@ def _peer(by: str, **more: Any) -> Way:
     return Way(lambda run: {}, own_momentum=True, clips_after=True, by=by, **more)
 
 
-def _periodic(advised: str, *, selects: bool = False) -> Way:
-    optimizers = ("adamw", "muon")
+def _periodic(advised: str, *, selects: bool = False, optimizers: tuple[str, ...] = ("adamw", "muon")) -> Way:
     return _peer("periodic", selects=selects, optimizers=optimizers, advised=(advised, "fp32"))
 
 
@@ -159,6 +158,8 @@ WAYS: dict[str, Way] = {
     "torch bf16 hook": _peer("torch", selects=False),
     **{f"torch PowerSGD hook{rank}": _peer("torch", selects=False) for rank in ("", " rank 1", " rank 4", " rank 8")},
     "torch PostLocalSGD": _peer("torch", selects=False),
+    "local-sgd": _periodic("local-sgd sync_every=4", optimizers=OPTIMIZERS),
+    "overlap-local-sgd": _periodic("overlap-local-sgd sync_every=4", optimizers=OPTIMIZERS),
     "diloco": _periodic("diloco sync_every=30"),
     "diloco int2": _periodic("diloco sync_every=30 compress=int2"),
     "diloco often": _periodic("diloco sync_every=5"),
