@@ -1,9 +1,9 @@
-"""Pages with figures: docs/results.md, and marked blocks of other pages, of bench/results: `hatch run results`.
+"""Pages with figures, and marked blocks of other pages, of bench/results: `hatch run results`.
 
     python -m bench.pages [--check] [--run [NAME ...]]
 
 The templates of bench/templates, Jinja's, are filled in from `records` (each bench/results/*.json by name) and
-`published` (bench/published.toml). results.md.j2 is docs/results.md; other NAME.md.j2 are blocks between two marks:
+`published` (bench/published.toml). Two are whole pages, see `WHOLE`; other NAME.md.j2 are blocks between two marks:
 
     <!-- figures: NAME, by `hatch run results` -->
 
@@ -13,7 +13,7 @@ The templates of bench/templates, Jinja's, are filled in from `records` (each be
 
 Filters `where`, `each` and `derive` take expressions of a row's columns: `rows|where("P == 4")|each("sent / n")`.
 --check: writes no page, and ends with 1 if a page is not what the records make. --run: makes the records of
-docs/results.md first, or those named: every benchmark in full, one after another, on a machine with nothing else to do.
+both pages first, or those named: every benchmark in full, one after another, on a machine with nothing else to do.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from bench.advise import shown
 from bench.convergence.tasks import TASKS
 from bench.record import RESULTS, ROOT
 from bench.scaling import published
+from bench.time_to_quality.best import best_of
 
 Row = Mapping[str, Any]
 Records = Mapping[str, Any]
@@ -45,15 +46,16 @@ Records = Mapping[str, Any]
 Blocks = Mapping[str, Callable[[Records], str]]
 
 TEMPLATES, SUFFIX = Path(__file__).parent / "templates", ".md.j2"
-SECTIONS = ("results", "peers", "sweeps")
-"""Templates that make docs/results.md; the others are blocks."""
-PAGE = ROOT / "docs" / "results.md"
+WHOLE = {ROOT / "docs" / f"{name}.md": name for name in ("results", "marks")}
+"""Pages that one template makes."""
+SECTIONS = ("sweeps", "time-to-quality")
+"""Templates of such pages' sections; the others are blocks."""
 PICTURES = ROOT / "docs" / "images" / "results"
 SHOWN = (
     *("scaling", "eager", "sweeps", "demo", "collectives", "local-sgd", "partial", "overlap", "predictions"),
-    *("slow-link", "compress", "peers"),
+    *("slow-link", "compress", "time-to-quality"),
 )
-"""Records of docs/results.md: simulated ones first, which a busy machine spoils least."""
+"""Records that these pages show: simulated ones first, which a busy machine spoils least."""
 PLACES = ("README.md", "docs/**/*.md", "packages/*/README.md", "apps/*/README.md", "examples/**/*.md")
 WIDTH = 120
 BUSY = 1.0
@@ -99,7 +101,7 @@ def changed(records: Records) -> tuple[dict[Path, str], dict[Path, str]]:
     for path in pages():
         before, name = path.read_text(), str(path.relative_to(ROOT))
         try:
-            after = rendered("results", records) if path == PAGE else filled(before, records, BLOCKS, page=name)
+            after = rendered(WHOLE[path], records) if path in WHOLE else filled(before, records, BLOCKS, page=name)
         except (NotOnRecordError, UndefinedError) as missing:
             lacking[path] = str(missing)
         else:
@@ -223,13 +225,13 @@ ENVIRONMENT = Environment(
 )
 ENVIRONMENT.filters |= {"where": _where, "each": _each, "derive": _derive, "by": _by, "table": _table, "f": format}
 ENVIRONMENT.filters |= {"times": _times, "wrapped": _wrapped, "anchor": _anchor, "stdev": statistics.stdev}
-ENVIRONMENT.globals |= {"advice": shown, "tasks": TASKS, "near": TOLERANCE, "busy_load": BUSY}
+ENVIRONMENT.globals |= {"best_of": best_of, "advice": shown, "tasks": TASKS, "near": TOLERANCE, "busy_load": BUSY}
 ENVIRONMENT.globals |= {"bucket_bytes": BUCKET_BYTES, "WireCodec": WireCodec, "index_entropy": index_entropy}
 ENVIRONMENT.globals |= {"header_bytes": HEADER_BYTES}
 BLOCKS: Blocks = {
     name: partial(rendered, name)
     for name in sorted(path.name.removesuffix(SUFFIX) for path in TEMPLATES.glob(f"*{SUFFIX}"))
-    if name not in SECTIONS
+    if name not in (*SECTIONS, *WHOLE.values())
 }
 
 

@@ -1,4 +1,4 @@
-"""docs/results.md is what `hatch run results` makes of the committed records, and no figure on it is typed by hand."""
+"""The pages of results are what `hatch run results` makes of the records: no figure on them is typed by hand."""
 
 import json
 import re
@@ -6,15 +6,16 @@ import subprocess
 
 import pytest
 
-from bench.pages import BLOCKS, MARKED, PAGE, PICTURES, SHOWN, filled, main, names, pages, rendered
+from bench.pages import BLOCKS, MARKED, PICTURES, SHOWN, WHOLE, filled, main, names, pages, rendered
 from bench.record import RESULTS, ROOT
 from bench.scaling import published
+from bench.time_to_quality.best import best_of
 
 VERDICT = re.compile(r"^\| \[(?P<title>[^\]]+)\]\(#.*\*\*(?P<ours>.*)\*\* \|.*\| (?P<verdict>[^|]*) \|$", re.M)
 
 
 def verdicts(page):
-    """Verdict of each headline of docs/results.md, by title."""
+    """Verdict of each headline, by title."""
     return {found["title"]: found["verdict"] for found in VERDICT.finditer(page)}
 
 
@@ -24,7 +25,8 @@ def records():
 
 
 def page(records):
-    return rendered("results", records)
+    """Both pages, one after the other."""
+    return "\n".join(rendered(name, records) for name in WHOLE.values())
 
 
 def with_rows(records, name, change, part="rows"):
@@ -39,8 +41,9 @@ def section(text, title):
     return found, verdict == "reached"
 
 
-def test_the_page_is_what_the_generator_makes_of_the_records(records):
-    assert PAGE.read_text() == page(records), "run `hatch run results`"
+@pytest.mark.parametrize("path", WHOLE)
+def test_the_page_is_what_the_generator_makes_of_the_records(records, path):
+    assert path.read_text() == rendered(WHOLE[path], records), "run `hatch run results`"
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -54,7 +57,7 @@ CELL = re.compile(r"^\|(?! `--).*\| ?\**[-+]?\d+\.\d+ ?(?:%|×|ms|µs|s|points)?
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in pages() if path != PAGE], ids=lambda path: str(path.relative_to(ROOT))
+    "path", [path for path in pages() if path not in WHOLE], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_no_table_outside_a_block_has_measured_figures(path):
     assert CELL.findall(MARKED.sub("", path.read_text())) == []
@@ -78,14 +81,14 @@ def test_the_pages_pictures_are_the_records(name):
     assert (PICTURES / f"{name}.png").read_bytes() == (RESULTS / f"{name}.png").read_bytes(), "run `hatch run results`"
 
 
-def test_every_headline_says_what_was_published_or_asked_for_and_what_makes_it(records):
-    top, *parts = page(records).split("\n## ")
-    sections = [part for part in parts if "\nHere, " in part]
-    assert len(sections) == len(verdicts(top))
+@pytest.mark.parametrize("name", WHOLE.values())
+def test_every_headline_says_what_was_published_or_asked_for_and_what_makes_it(records, name):
+    text = rendered(name, records)
+    sections = [part for part in text.split("\n## ") if "\nHere, " in part]
+    assert [part.splitlines()[0] for part in sections] == list(verdicts(text))
     for part in sections:
         assert re.search(r"\nHere, (simulated|measured): \*\*.*\*\*\. \S", part)
-        [line] = [line for line in top.splitlines() if f"[{part.splitlines()[0]}](#" in line]
-        assert "\nPublished: " in part or "| (ours: " in line
+        assert ("\nPublished: " in part) is (name == "results")
         assert "- Command: `python -m bench " in part
 
 
@@ -177,27 +180,31 @@ def test_the_page_says_which_record_is_of_a_busy_machine(records, load, busy):
     assert ("the machine was busy" in told) is busy
 
 
-@pytest.mark.parametrize(("speed", "accuracy", "behind"), [(3.8, 0.96, True), (4.2, 0.96, False)])
-def test_the_page_says_where_torchs_own_way_is_the_better_one(records, speed, accuracy, behind):
-    def row(way, library, speed, accuracy):
-        speeds = {"over_ddp": speed, "whole_over_ddp": speed}
-        return {**records["peers"]["rows"][0], "way": way, "library": library, **speeds, "accuracy": accuracy}
-
-    rows = [row("low rank", "torch", 4.0, 0.98), row("ours", "thinwire", speed, accuracy)]
-    record = {**records["peers"], "samples": [{"accuracy_samples": [0.9]}], "rows": rows}
-    text = page({**records, "peers": record})
-    assert ("take torch's low rank, not ours" in text) is behind
-    assert ("as low rank, ours." in text) is not behind
-
-
 def test_a_slower_record_makes_another_verdict_and_a_faster_one_does_not(records):
     before = verdicts(page(records))
-    assert len(before) == page(records).partition("\n## ")[0].count("](#")
     assert verdicts(page(with_rows(records, "compress", lambda row: {"sweeps": row["sweeps"] * 0.99}))) == before
     slower = verdicts(page(with_rows(records, "compress", lambda row: {"speedup": 0.5})))
     title = "Exact top-k over torch.topk on a CPU core"
     assert {name for name in before if slower[name] != before[name]} == {title}
     assert (before[title], slower[title]) == ("reached", "falls short")
+
+
+def test_time_to_quality_is_told_by_the_best_way_and_where_torchs_is_better_that_stands_there(records):
+    rows = records["time-to-quality"]["rows"]
+    place = {name: rows[0][name] for name in ("task", "link", "P")}
+    [ours] = [row["way"] for row in [cell["ours"] for cell in best_of(rows) if place.items() <= cell.items()]]
+
+    def told(seconds):
+        def change(row):
+            return {"seconds": seconds} if row["library"] == "thinwire" and place.items() <= row.items() else {}
+
+        return page(with_rows(records, "time-to-quality", change))
+
+    assert ours in told(0.01)
+    assert "after 0.01 s with" in told(0.01)
+    assert f"{place['task']} at {place['link']} (" not in told(0.01)
+    assert f"{place['task']} at {place['link']} (" in told(1e9)
+    assert f"{place['task']} at {place['link']} (" in told(None)
 
 
 def test_a_default_seed_far_from_the_mean_falls_short(records):
@@ -241,9 +248,11 @@ def test_many_ranks_fall_short_where_the_gain_is_less_than_predicted(records, sl
 
 
 def test_a_picture_stands_once_and_every_section_leads_to_it(records):
-    text = page(records)
-    assert all(text.count(f"](images/results/{name}.png)") == 1 for name in SHOWN)
-    sections = [part for part in text.split("\n## ") if "\n- Command: " in part]
+    texts = [rendered(name, records) for name in WHOLE.values()]
+    for name in SHOWN:
+        found = [text.count(f"](images/results/{name}.png)") for text in texts]
+        assert max(found) == 1
+    sections = [part for text in texts for part in text.split("\n## ") if "\n- Command: " in part]
     assert all("](images/results/" in part or "\nPicture: under [" in part for part in sections)
 
 
