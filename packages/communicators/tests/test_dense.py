@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from communicators import SLOT_BYTES, SimulatedWorld, allgather, allreduce, broadcast, run, schedules, testing
+from communicators import SLOT_BYTES, Link, SimulatedWorld, allgather, allreduce, broadcast, run, schedules, testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,9 +58,10 @@ def test_ring_sends_what_the_paper_says(size):
 
 def test_time_follows_the_link_model():
     """Halving-doubling takes 2 log P messages, one after another, of n/2, n/4, … elements."""
-    world = SimulatedWorld(8)
+    link = Link()
+    world = SimulatedWorld(8, link)
     world.run(lambda comm: allreduce(torch.ones(1024), comm, native=False))
-    expected = 2 * sum(world.link.seconds(SLOT_BYTES + 4096 // share) for share in (2, 4, 8))
+    expected = 2 * sum(link.seconds(SLOT_BYTES + 4096 // share) for share in (2, 4, 8))
     assert world.elapsed == pytest.approx(expected)
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from communicators import Link, SimulatedWorld, allreduce
-from slow_link import SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep
+from hypothesis import given
+from hypothesis import strategies as st
+from slow_link import Port, SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep
 from slow_link import link as slow_link_module
-from slow_link.switch import VNET_BYTES, Switch, receiver, wire_bytes
+from slow_link.switch import VNET_BYTES, Lines, Switch, receiver, wire_bytes
 from slow_link.throttled import Throttled, behind_link
 
 LACKING = missing()
@@ -204,14 +206,62 @@ def packet(nbytes, to, *, segment=0):
     return bytes(data)
 
 
+def lines(ports):
+    """What joins ranks with these ports, as the switch has it."""
+    return Lines(**SlowLink(ranks=len(ports), ports=ports)._lines())
+
+
+def arrivals(switch, sent):
+    """(receiver, bytes, seconds) of each packet that arrives, of those (source, target, bytes, now)."""
+    for source, target, nbytes, now in sent:
+        switch.take(source, packet(nbytes, target), now)
+    found = []
+    while switch._travelling:
+        found += [(target, wire_bytes(data), when) for when, target, data in switch.next_arrived()]
+    return found
+
+
+KB_PER_SECOND = 8e-3  # Mbit/s
+
+
 def test_switch_serialises_senders_and_receivers():
-    switch = Switch([10, 11, 12], bytes_per_second=1000.0, seconds=1.0)
-    for source, target, now in [(0, 2, 0.0), (0, 2, 0.0), (1, 2, 0.0), (0, 1, 0.0), (2, 9, 0.0)]:
-        switch.take(source, packet(100, target), now)
-    arrivals = {order: (port, arrival) for arrival, order, port, _ in switch._travelling}
-    # 0 -> 2 leave at 0.1 and 0.2; 1 -> 2 leaves at 0.1 and waits for 2's port; 0 -> 1 is 0's third
-    expected = {1: (12, 1.1), 2: (12, 1.2), 3: (12, 1.3), 4: (11, 1.3)}
-    assert arrivals == {order: (port, pytest.approx(arrival)) for order, (port, arrival) in expected.items()}
+    switch = Switch([10, 11, 12], lines([Port(up=KB_PER_SECOND, down=KB_PER_SECOND, delay=1000)] * 3))
+    sent = [(0, 2, 100, 0.0), (0, 2, 101, 0.0), (1, 2, 102, 0.0), (0, 1, 103, 0.0), (2, 9, 104, 0.0)]
+    # 0 -> 2 leave at 0.1 and 0.201; 1 -> 2 leaves at 0.102 and waits for 2's port; 0 -> 1 is 0's third
+    expected = [(2, 100, 1.1), (2, 102, 1.202), (2, 101, 1.303), (1, 103, 1.304)]
+    assert arrivals(switch, sent) == [(*what, pytest.approx(when)) for *what, when in expected]
+
+
+def test_switch_sends_by_the_senders_rate_and_receives_by_the_receivers():
+    slow, fast = KB_PER_SECOND, 10 * KB_PER_SECOND
+    unequal = [Port(up=slow, down=fast, delay=1000), Port(up=fast, down=slow, delay=3000)]
+    # 100 bytes: 0.1 s at the slow rate, 0.01 at the fast one; the delay between the two is the mean of theirs
+    assert arrivals(Switch([10, 11], lines(unequal)), [(0, 1, 100, 0.0)]) == [(1, 100, pytest.approx(2.1))]
+    unequal = [Port(up=fast, down=fast, delay=1000), Port(up=slow, down=slow, delay=3000)]
+    to_the_slow, _ = arrivals(Switch([10, 11], lines(unequal)), [(0, 1, 100, 0.0), (0, 1, 100, 0.0)])
+    assert to_the_slow == (1, 100, pytest.approx(2.1))  # its last bit cannot be there before
+
+
+def test_switch_takes_nearer_packets_first_whoever_was_taken_first():
+    switch = Switch([1, 2, 3], lines([Port(delay=100), Port(delay=1), Port(delay=1)]))
+    assert [nbytes for _, nbytes, _ in arrivals(switch, [(0, 2, 60, 0.0), (1, 2, 61, 0.0)])] == [61, 60]
+
+
+@given(st.integers(0, 2**20), st.floats(0, 50), st.integers(1, 50))
+def test_switch_keeps_packets_of_a_pair_in_order_within_their_jitter(seed, jitter, count):
+    switch = Switch([1, 2], lines([Port(delay=50, jitter=jitter)] * 2), seed=seed)
+    found = arrivals(switch, [(0, 1, 60 + number, 1e-4 * number) for number in range(count)])
+    assert [nbytes for _, nbytes, _ in found] == [60 + number for number in range(count)]
+    for number, (_, _, when) in enumerate(found):
+        left = 1e-4 * number
+        assert left + (50 - jitter) * 1e-3 <= when <= left + (50 + jitter) * 1e-3 + count * 2e-5 + count * 1e-4
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3])
+def test_switch_loses_the_share_of_packets_that_it_is_told(share):
+    switch = Switch([1, 2], lines([Port(loss=share)] * 2))
+    lost = 10_000 - len(arrivals(switch, [(0, 1, 60, 0.0)] * 10_000))
+    assert lost == pytest.approx(10_000 * share, abs=4 * (10_000 * share * (1 - share)) ** 0.5)
 
 
 def test_switch_charges_headers_of_every_segment():

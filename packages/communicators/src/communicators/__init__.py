@@ -8,7 +8,7 @@ from communicators.communicator import Communicator, Work, run, start
 from communicators.elastic.elastic import Elastic
 from communicators.elastic.membership import LeftOutError
 from communicators.errors import CollectiveError
-from communicators.link import Link, measure_link
+from communicators.link import Link, Path, measure_link
 from communicators.origin import as_communicator
 from communicators.schedule import SLOT_BYTES, Elapse, Payload, Received, Round, Schedule
 from communicators.signals import Attempt, Signals
@@ -33,6 +33,7 @@ __all__ = [
     "LeftOutError",
     "Link",
     "LinkLost",
+    "Path",
     "Payload",
     "Received",
     "Round",

@@ -34,6 +34,32 @@ class Link:
         return messages * self.alpha + self.beta * nbytes
 
 
+@dataclass(frozen=True)
+class Path:
+    """Cost of a message from one rank to another, where ranks send and receive at rates of their own.
+
+    A message takes alpha + max(up, down)·bytes; its sender is busy for alpha + up·bytes, its receiver for
+    alpha + down·bytes.
+
+    Attributes:
+        alpha: Seconds per message.
+        up: Seconds per byte of the sender.
+        down: Seconds per byte of the receiver.
+    """
+
+    alpha: float
+    up: float
+    down: float
+
+    def __post_init__(self) -> None:
+        if min(self.alpha, self.up, self.down) < 0:
+            raise ValueError(f"a path needs alpha, up and down >= 0 seconds, got {self}")
+
+    def seconds(self, nbytes: int) -> float:
+        """Time of a message of so many bytes."""
+        return self.alpha + max(self.up, self.down) * nbytes
+
+
 def measure_link(
     comm: Any, *, nbytes: int = 1 << 20, repeats: int = 7, seconds: Callable[[int], float] | None = None
 ) -> Link:

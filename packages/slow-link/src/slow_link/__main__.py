@@ -1,14 +1,15 @@
 """Command line: run a program behind a slow link, check the link, or clean up after a killed run."""
 
 import argparse
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from slow_link.link import SlowLink
 from slow_link.missing import Unavailable, enter_user_namespaces
 from slow_link.namespaces import sweep
+from slow_link.ports import PRESETS, Port, amount, lines_of, ports_of
 from slow_link.programs import program
 
 USAGE = """%(prog)s [--rate RATE] [--delay DELAY] -- mpiexec -n P COMMAND ...
@@ -16,9 +17,11 @@ USAGE = """%(prog)s [--rate RATE] [--delay DELAY] -- mpiexec -n P COMMAND ...
        %(prog)s [--rate RATE] [--delay DELAY] --ranks P -- COMMAND ...
        %(prog)s check [--rate RATE] [--delay DELAY] [--ranks P ...]
        %(prog)s sweep"""
-_MBIT = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
-_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 NOT_STARTED, TOO_LONG, INTERRUPTED = 2, 124, 130
+RANK_HELP = (
+    "ports of some ranks, again and again: 3:up=5mbit,down=50mbit,delay=30ms,jitter=5ms,loss=0.1%% or "
+    f"0-2:PRESET, of {', '.join(PRESETS)}"
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,15 +48,19 @@ def run_command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m slow_link", usage=USAGE, description=__doc__)
     parser.add_argument("--ranks", type=int, metavar="P", help="of a COMMAND that is started P times, env:// set")
     add_link(parser)
+    parser.add_argument("--rank", action="append", default=[], metavar="RANKS:SETTINGS", help=RANK_HELP)
+    parser.add_argument("--ports", type=Path, metavar="FILE", help="of lines as of --rank, which change them")
     parser.add_argument("--timeout", type=float, default=float("inf"), metavar="SECONDS", help="default: none")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="what runs, after --")
     options = parser.parse_args(argv)
     try:
         found = program(options.command, ranks=options.ranks)
-        with SlowLink(ranks=found.ranks, mbit_per_second=options.rate, milliseconds=options.delay) as link:
+        default = Port(up=options.rate, down=options.rate, delay=options.delay)
+        lines = [*(lines_of(options.ports) if options.ports else []), *options.rank]
+        with SlowLink(ranks=found.ranks, ports=ports_of(lines, found.ranks, default)) as link:
             print(link.describe(), file=sys.stderr, flush=True)
             done = found.run(link, timeout=options.timeout)
-    except (FileNotFoundError, Unavailable, ValueError) as error:  # ValueError: not understood, or too many ranks
+    except (OSError, Unavailable, ValueError) as error:  # ValueError: not understood, or too many ranks
         print(f"slow_link: {error}", file=sys.stderr)
         return NOT_STARTED
     except subprocess.TimeoutExpired:
@@ -88,7 +95,7 @@ def add_link(parser: argparse.ArgumentParser) -> None:
 
 def rate(text: str) -> float:
     """Parses a rate into Mbit/s; ArgumentTypeError for anything but a positive rate."""
-    value = _amount(text, _MBIT, "a rate such as 100mbit or 1gbit")
+    value = _amount(text, "rate")
     if value <= 0:
         raise argparse.ArgumentTypeError(f"expected a rate above 0, got {text!r}")
     return value
@@ -96,14 +103,14 @@ def rate(text: str) -> float:
 
 def delay(text: str) -> float:
     """Parses a delay into milliseconds; ArgumentTypeError for anything else."""
-    return _amount(text, _MILLISECONDS, "a delay such as 1ms or 50us")
+    return _amount(text, "delay")
 
 
-def _amount(text: str, units: dict[str, float], expected: str) -> float:
-    matched = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([a-z]+)", text.strip().lower())
-    if matched is None or matched[2] not in units:
-        raise argparse.ArgumentTypeError(f"expected {expected} (units: {', '.join(units)}), got {text!r}")
-    return float(matched[1]) * units[matched[2]]
+def _amount(text: str, kind: str) -> float:
+    try:
+        return amount(text, kind)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

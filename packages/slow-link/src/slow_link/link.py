@@ -1,6 +1,7 @@
 """Emulated link: a namespace around every rank, and a switch between them; and what stands in for it elsewhere."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -10,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from slow_link import namespaces, switch
 from slow_link.launcher import TERMINATION_SECONDS, Launcher
 from slow_link.missing import Unavailable, missing
+from slow_link.ports import Port, between
 
 THROTTLE = "SLOW_LINK_THROTTLE"
 """Environment variable with α and β, in seconds and seconds per byte, which `throttled.behind_link` reads."""
@@ -34,12 +36,32 @@ class SlowLink(Launcher):
         mbit_per_second: Rate of each rank's port, in each direction.
         milliseconds: One-way delay between any two ranks.
         flip_every: n: flips one bit in every n-th large packet, behind TCP's back; 0: none.
+        ports: In place of rate and delay, the port of each rank; `alpha` and `beta` are then the slowest ones'.
+
+    Raises:
+        ValueError: An argument is out of range, or there is not one port a rank.
     """
 
     device = namespaces.DEVICE
 
-    def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float, flip_every: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        mbit_per_second: float = 100.0,
+        milliseconds: float = 1.0,
+        flip_every: int = 0,
+        ports: Sequence[Port] | None = None,
+    ) -> None:
+        if ports is not None:
+            if len(ports) != ranks:
+                raise ValueError(f"expected one port for each of {ranks} ranks, got {len(ports)}")
+            pairs = itertools.product(range(ranks), repeat=2)
+            mbit_per_second = min((min(port.up, port.down) for port in ports), default=mbit_per_second)
+            milliseconds = 1e3 * max((between(ports, *pair)[0] for pair in pairs), default=0.0)
         super().__init__(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)
+        equal = Port(up=mbit_per_second, down=mbit_per_second, delay=milliseconds)
+        self._ports = list(ports) if ports is not None else [equal] * ranks
         self._flip_every = flip_every
         self._number = next(_numbers)
         self._switch: subprocess.Popen[bytes] | None = None
@@ -56,7 +78,10 @@ class SlowLink(Launcher):
         return self
 
     def describe(self) -> str:
-        """Describes the namespaces, the rate and the delay."""
+        """Describes the namespaces, the rates and the delays."""
+        if len(set(self._ports)) > 1:
+            told = "; ".join(f"{rank}: {_told(port)}" for rank, port in enumerate(self._ports))
+            return f"emulated: {self.ranks} network namespaces joined by a switch, unequal ports: {told}"
         return (
             f"emulated: {self.ranks} network namespaces joined by a switch, full duplex ports of "
             f"{8e-6 / self.beta:g} Mbit/s (IP packets of 1,500 bytes), {self.alpha * 1e3:g} ms one way"
@@ -109,15 +134,27 @@ class SlowLink(Launcher):
                 ours.callback(os.close, device)
                 devices.append(device)
                 namespace = namespaces.name_of(self._number, rank)
-                namespaces.create(namespace, name, rank=rank, bits_per_second=8 / self.beta)
+                rates = {"bits_per_second": 1e6 * self._ports[rank].up}
+                namespaces.create(namespace, name, rank=rank, whole=not self._loses(), **rates)
             self._switch = self._started_switch(devices)
 
     def _started_switch(self, devices: list[int]) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-I", "-S", str(Path(switch.__file__))]
-        words += [str(1 / self.beta), str(self.alpha), str(self._flip_every)]
+        words += [str(self._flip_every), json.dumps(self._lines())]
         return subprocess.Popen(
             [*words, *map(str, devices)], stdin=subprocess.PIPE, pass_fds=devices, start_new_session=True
         )
+
+    def _loses(self) -> bool:
+        return any(port.loss for port in self._ports)
+
+    def _lines(self) -> dict[str, list[Any]]:
+        """What `switch.Lines` is made of."""
+        every = range(self.ranks)
+        pairs = [[between(self._ports, source, target) for target in every] for source in every]
+        delay, jitter, loss = ([[pair[place] for pair in row] for row in pairs] for place in range(3))
+        up, down = [8e-6 / port.up for port in self._ports], [8e-6 / port.down for port in self._ports]
+        return {"up": up, "down": down, "delay": delay, "jitter": jitter, "loss": loss}
 
     def _down(self) -> None:
         with _signals_held_back():
@@ -129,6 +166,13 @@ class SlowLink(Launcher):
                 self._switch = None
             for name in namespaces.ours(self._number):
                 namespaces.remove(name)
+
+
+def _told(port: Port) -> str:
+    rates = f"up {port.up:g} Mbit/s, down {port.down:g} Mbit/s, {port.delay:g} ms"
+    more = [f"jitter {port.jitter:g} ms"] * (port.jitter > 0) + [f"loss {port.loss:.3g}"] * (port.loss > 0)
+    more += [f"region {port.region}, {port.far:g} ms far"] * (port.far > 0)
+    return ", ".join([rates, *more])
 
 
 class ThrottledLink(Launcher):

@@ -72,14 +72,18 @@ def address_of(rank: int) -> str:
     return f"10.77.0.{rank + 1}"
 
 
-def create(name: str, tun: str, *, rank: int, bits_per_second: float) -> None:
-    """Creates a namespace that holds the TUN device `tun` as `DEVICE`, up, with the rank's address and this rate."""
+def create(name: str, tun: str, *, rank: int, bits_per_second: float, whole: bool = True) -> None:
+    """Creates a namespace that holds the TUN device `tun` as `DEVICE`, up, with the rank's address and this rate.
+
+    whole: whether the kernel may hand over segments of several packets, of which none can be lost alone.
+    """
     call("ip", "netns", "add", name)
     call("ip", "link", "set", tun, "netns", name, "name", DEVICE)
     call("ip", "netns", "exec", name, "sysctl", "-qw", *_SETTINGS)
     inside = ("ip", "-n", name)
+    segments = ("gso_max_size", str(SEGMENT_BYTES)) if whole else ("gso_max_segs", "1")
     call(*inside, "link", "set", "lo", "up")
-    call(*inside, "link", "set", DEVICE, "mtu", "1500", "gso_max_size", str(SEGMENT_BYTES))
+    call(*inside, "link", "set", DEVICE, "mtu", "1500", *segments)
     call(*inside, "address", "add", f"{address_of(rank)}/24", "dev", DEVICE)
     call(*inside, "link", "set", DEVICE, "up")
     call(*inside, "route", "change", "10.77.0.0/24", "dev", DEVICE, *TCP)

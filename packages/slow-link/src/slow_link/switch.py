@@ -1,15 +1,18 @@
-"""Switch between the ranks: a star of TUN devices, with the rate and the delay of the emulated links.
+"""Switch between the ranks: a star of TUN devices, with the rates and the delays of the emulated links.
 
-    python switch.py BYTES_PER_SECOND SECONDS FLIP_EVERY FD...
+    python switch.py FLIP_EVERY LINES FD...
 
-It runs as a process of its own, with the standard library only. FD are open TUN devices in rank order; FD i has the
-address x.x.0.i + 1. It ends when its standard input closes: at the latest with the process that started it.
+It runs as a process of its own, with the standard library only. LINES is a JSON object of `Lines`; FD are open TUN
+devices in rank order; FD i has the address x.x.0.i + 1. It ends when its standard input closes: at the latest with the
+process that started it.
 
-A packet of L bytes that comes in at time t has left its sender when all packets before it have, plus L/rate; its last
-bit arrives `SECONDS` later, and not before L/rate have passed since the packet before it arrived there:
+A packet of L bytes that comes in at time t has left its sender when all packets before it have, plus L/up. A delay
+later its last bit is at its receiver's port, in the order in which packets of that pair were sent. It arrives there not
+before L/down have passed since the packet before it arrived, whoever sent that:
 
-    left    = max(t, left of the sender's packet before) + L / rate
-    arrival = max(left + delay, arrival of the receiver's packet before + L / rate)
+    left    = max(t, left of the sender's packet before) + L / up
+    there   = max(left + delay ± jitter, there of the pair's packet before)
+    arrival = max(there + max(0, L / down − L / up), arrival of the receiver's packet before + L / down)
 
 With FLIP_EVERY = n > 0 every n-th large packet arrives with one bit of its data flipped, which TCP's checksum does not
 show: the receiver's device computes it, as when a real switch or network card recomputes it.
@@ -20,12 +23,15 @@ So nothing is ever faster than the link, and a late wake-up of this process dela
 import contextlib
 import gc
 import heapq
+import json
 import os
+import random
 import select
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 VNET_BYTES = 10
 """struct virtio_net_hdr, before each packet: checksum and segmentation left to the receiver."""
@@ -43,18 +49,30 @@ SPIN_SECONDS = 100e-6
 """Time spent polling the clock before a packet that travels alone is due: timers are late by as much."""
 
 REALTIME_PRIORITY = 10
+ARRIVES = -1.0
+"""In place of a time: the packet has had its turn at its receiver's port."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What joins the ranks. up, down: seconds per byte of each; delay, jitter, loss: [source][target], in seconds."""
+
+    up: Sequence[float]
+    down: Sequence[float]
+    delay: Sequence[Sequence[float]]
+    jitter: Sequence[Sequence[float]]
+    loss: Sequence[Sequence[float]]
 
 
 class Switch:
     """Packets on their way. ports: file descriptors of TUN devices. flip_every: FLIP_EVERY above; 0: none."""
 
-    def __init__(self, ports: Sequence[int], *, bytes_per_second: float, seconds: float, flip_every: int = 0) -> None:
-        self._ports = list(ports)
-        self._seconds_per_byte, self._delay = 1 / bytes_per_second, seconds
-        self._left = [0.0] * len(ports)
-        self._arrived = [0.0] * len(ports)
-        self._travelling: list[tuple[float, int, int, bytes]] = []  # arrival, order, port, packet
-        self._taken = 0
+    def __init__(self, ports: Sequence[int], lines: Lines, *, flip_every: int = 0, seed: int = 0) -> None:
+        self._ports, self._lines = list(ports), lines
+        self._left, self._arrived = [0.0] * len(ports), [0.0] * len(ports)
+        self._there = [[0.0] * len(ports) for _ in ports]
+        self._travelling: list[tuple[float, int, int, float, bytes]] = []  # when, order, target, not before, packet
+        self._taken, self._draw = 0, random.Random(seed).random
         self._flip_every, self._large = flip_every, 0
 
     def serve(self, until: int) -> None:
@@ -70,14 +88,23 @@ class Switch:
 
     def take(self, source: int, packet: bytes, now: float) -> None:
         """Accepts a packet from rank `source` at `now`; a packet for no rank here is lost."""
-        target = receiver(packet)
+        target, lines = receiver(packet), self._lines
         if not 0 <= target < len(self._ports):
             return
-        duration = wire_bytes(packet) * self._seconds_per_byte
-        left = self._left[source] = max(now, self._left[source]) + duration
-        arrival = self._arrived[target] = max(left + self._delay, self._arrived[target] + duration)
+        nbytes = wire_bytes(packet)
+        left = self._left[source] = max(now, self._left[source]) + nbytes * lines.up[source]
+        if lines.loss[source][target] and self._draw() < lines.loss[source][target]:
+            return
+        delay = lines.delay[source][target]
+        if jitter := lines.jitter[source][target]:
+            delay += jitter * (2 * self._draw() - 1)
+        there = self._there[source][target] = max(left + delay, self._there[source][target])
+        slower = max(0.0, lines.down[target] - lines.up[source])
+        self._push(there, target, there + nbytes * slower, packet)
+
+    def _push(self, when: float, target: int, not_before: float, packet: bytes) -> None:
         self._taken += 1
-        heapq.heappush(self._travelling, (arrival, self._taken, self._ports[target], packet))
+        heapq.heappush(self._travelling, (when, self._taken, target, not_before, packet))
 
     def _drain(self, source: int, port: int) -> None:
         for _ in range(READS):
@@ -97,11 +124,21 @@ class Switch:
                 return wait - spin
             if wait > 0:
                 continue
-            _, _, port, packet = heapq.heappop(travelling)
-            packet = self._corrupted(packet)
-            with contextlib.suppress(OSError):  # a full or closed device loses a packet, as a real one would
-                os.write(port, packet)
+            for _, target, packet in self.next_arrived():
+                with contextlib.suppress(OSError):  # a full or closed device loses a packet, as a real one would
+                    os.write(self._ports[target], packet)
         return None
+
+    def next_arrived(self) -> list[tuple[float, int, bytes]]:
+        """Takes the next event: when, where and what arrives with it, if anything does."""
+        when, _, target, not_before, packet = heapq.heappop(self._travelling)
+        if not_before >= 0:  # it is at its receiver's port now, and may have to wait there
+            duration = wire_bytes(packet) * self._lines.down[target]
+            arrival = self._arrived[target] = max(not_before, self._arrived[target] + duration)
+            if arrival > when:
+                self._push(arrival, target, ARRIVES, packet)
+                return []
+        return [(when, target, self._corrupted(packet))]
 
     def _corrupted(self, packet: bytes) -> bytes:
         if not self._flip_every or len(packet) < LARGE_BYTES:
@@ -130,14 +167,13 @@ def wire_bytes(packet: bytes) -> int:
 
 def main(argv: Sequence[str]) -> None:
     """Runs the switch for the process's whole life."""
-    rate, seconds, flip_every, *ports = argv
+    flip_every, lines, *ports = argv
     for interruption in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(interruption, signal.SIG_IGN)  # the starter gets it too, and ends us in its own time
     with contextlib.suppress(OSError):  # ranks that busy-wait would hold it up for whole time slices
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(REALTIME_PRIORITY))
     gc.disable()
-    link = {"bytes_per_second": float(rate), "seconds": float(seconds)}
-    Switch([int(port) for port in ports], flip_every=int(flip_every), **link).serve(0)
+    Switch([int(port) for port in ports], Lines(**json.loads(lines)), flip_every=int(flip_every)).serve(0)
 
 
 if __name__ == "__main__":

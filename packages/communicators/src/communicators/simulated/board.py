@@ -81,7 +81,7 @@ class SimulatedBoard(Board):
         loop.refuse_if_failed()
         back = loop.world.dark_until(self._rank, None, loop.now)
         back = max([back, *(end for begin, end in loop.world.outages if begin <= loop.now < end)])
-        loop.sleep(self._rank, back - loop.now + loop.seconds_for(0))
+        loop.sleep(self._rank, back - loop.now + max(loop.seconds_for(self._rank, 0, 0)))
 
 
 def _place(name: str) -> int:

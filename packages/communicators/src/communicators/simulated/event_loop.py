@@ -230,10 +230,11 @@ class EventLoop:
         """Ranks whose function has returned or raised, or that died."""
         return frozenset(rank for rank, thread in enumerate(self.ranks) if thread.over or thread.dead)
 
-    def seconds_for(self, nbytes: int) -> float:
-        """Seconds that a message takes; drawn, where there is jitter."""
-        seconds = self.world.link.seconds(nbytes)
-        return seconds + self.world.jitter * self._draw() if self.world.jitter else seconds
+    def seconds_for(self, source: int, target: int, nbytes: int) -> tuple[float, float]:
+        """Seconds until a message's sender and its receiver are free; alpha partly drawn, where there is jitter."""
+        path = self.world.paths(source, target)
+        alpha = path.alpha + self.world.jitter * self._draw() if self.world.jitter else path.alpha
+        return alpha + path.up * nbytes, alpha + path.down * nbytes
 
     def let_through(self, rank: int, peer: int, arrive: Action) -> None:
         """Has a message arrive now, or once the link is back."""

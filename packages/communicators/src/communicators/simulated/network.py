@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from communicators.link import Link
+from communicators.link import Path
 from communicators.schedule import Payload
 
 
@@ -19,12 +19,12 @@ from communicators.schedule import Payload
 class Conditions:
     """Conditions of a simulated world, as `SimulatedWorld` describes them.
 
-    deaths: ranks that die at a time. faults: by rank, and number of its message. outages: begin and end, of boards.
-    dark: links that are lost for a while.
+    paths: (source, target) -> what a message between them costs. deaths: ranks that die at a time. faults: by rank,
+    and number of its message. outages: begin and end, of boards. dark: links that are lost for a while.
     """
 
     size: int
-    link: Link
+    paths: Callable[[int, int], Path]
     slowdown: tuple[float, ...]
     jitter: float
     deaths: list[tuple[int, float]]
@@ -53,10 +53,16 @@ class Message:
 
 
 class Ports:
-    """The ports of all ranks. after(seconds, action) is the clock; seconds_for(nbytes) the link."""
+    """The ports of all ranks. after(seconds, action) is the clock.
+
+    seconds_for(source, target, nbytes): of a message, until the sender and until the receiver is free.
+    """
 
     def __init__(
-        self, size: int, after: Callable[[float, Callable[[], None]], None], seconds_for: Callable[[int], float]
+        self,
+        size: int,
+        after: Callable[[float, Callable[[], None]], None],
+        seconds_for: Callable[[int, int, int], tuple[float, float]],
     ) -> None:
         self._after, self._seconds_for = after, seconds_for
         self._sending, self._receiving = [False] * size, [False] * size
@@ -76,11 +82,27 @@ class Ports:
         self._sending[source] = self._receiving[target] = True
         self._from[source].remove(message)
         self._to[target].remove(message)
-        self._after(self._seconds_for(message.payload.wire_nbytes), lambda: self._arrive(message))
+        up, down = self._seconds_for(source, target, message.payload.wire_nbytes)
+        if up < down:
+            self._after(up, lambda: self._free(message, self._sending, source))
+        if down < up:
+            self._after(down, lambda: self._free(message, self._receiving, target))
+        self._after(max(up, down), lambda: self._arrive(message, up, down))
 
-    def _arrive(self, message: Message) -> None:
-        self._sending[message.source] = self._receiving[message.target] = False
+    def _free(self, message: Message, ports: list[bool], rank: int) -> None:
+        ports[rank] = False
+        self._depart_next(message)
+
+    def _arrive(self, message: Message, up: float, down: float) -> None:
+        """Frees what is not free yet: the sender, the receiver, or both."""
+        if up >= down:
+            self._sending[message.source] = False
+        if down >= up:
+            self._receiving[message.target] = False
         message.delivered()
+        self._depart_next(message)
+
+    def _depart_next(self, message: Message) -> None:
         for waiting in (*self._from[message.source], *self._to[message.target]):
             self._depart(waiting)
 

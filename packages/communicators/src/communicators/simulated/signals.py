@@ -113,7 +113,8 @@ class SimulatedSignals(Signals):
             self._loop.wish(self._loop.look_around)
             self._loop.wait_for(Watch(self._place, self._context, self._all_close))
             self.check()
-            self._loop.sleep(self._place, self._loop.world.link.seconds(SIGNAL_BYTES))  # the last one says so
+            paths = [self._loop.world.paths(self._place, there) for there in self._places]
+            self._loop.sleep(self._place, max(path.seconds(SIGNAL_BYTES) for path in paths))  # the last one says so
             while any(one._sent[self.rank] for one in self._group.members.values()):
                 self._loop.sleep(self._place, POLL_SECONDS)
         self._comm.close()
@@ -137,7 +138,9 @@ class SimulatedSignals(Signals):
 
     def _post(self, peer: int) -> None:
         """Sends a signal, which takes the time of a message of SIGNAL_BYTES, or none to the rank itself."""
-        seconds = 0.0 if peer == self.rank else self._loop.seconds_for(SIGNAL_BYTES)
+        seconds = (
+            0.0 if peer == self.rank else max(self._loop.seconds_for(self._place, self._places[peer], SIGNAL_BYTES))
+        )
         there = self._places[peer]
         arrive = partial(self._loop.guarded, self._context, there, partial(self._arrive, peer))
         self._loop.after(seconds, partial(self._loop.let_through, self._place, there, arrive))

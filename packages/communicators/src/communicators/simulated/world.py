@@ -17,7 +17,7 @@ import torch
 
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
-from communicators.link import Link
+from communicators.link import Link, Path
 from communicators.schedule import Schedule, among
 from communicators.schedules.dense import allgather, barrier
 from communicators.signals import OnSignal, Signals
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class SimulatedWorld:
-    """Ranks 0 … size − 1, joined pairwise by equal links. Data may be on any device, and stay there.
+    """Ranks 0 … size − 1, joined pairwise by links. Data may be on any device, and stay there.
 
     Args:
         size: Number of ranks.
-        link: Seconds per message and per byte.
+        link: Seconds per message and per byte, of equal links; or (source, target) -> `Path` of unequal ones.
         seed: Draws the order of events that happen at the same virtual time.
         slowdown: Per rank, a factor on the time of its computation (`comm.elapse`, `Elapse`); default 1 each.
         jitter: Most seconds that are added to each message, drawn like the order.
@@ -55,7 +55,7 @@ class SimulatedWorld:
     def __init__(
         self,
         size: int,
-        link: Link | None = None,
+        link: Link | Callable[[int, int], Path] | None = None,
         seed: int = 0,
         *,
         slowdown: Sequence[float] | None = None,
@@ -68,13 +68,13 @@ class SimulatedWorld:
             raise ValueError(f"a world needs at least 1 rank, got size={size}")
         if slowdown is not None and len(slowdown) != size:
             raise ValueError(f"slowdown names {len(slowdown)} factors, expected one for each of {size} ranks")
-        self.size, self.link, self.elapsed = size, link if link is not None else Link(), 0.0
+        self.size, self.elapsed = size, 0.0
         self.bytes_sent, self.messages_sent = [0] * size, [0] * size
         self._draw, self._seed, self._own_generators = draw, seed, own_generators
         faults = list(faults)
         self._conditions = Conditions(
             size,
-            self.link,
+            link if callable(link) else _equal(link or Link()),
             tuple(slowdown) if slowdown is not None else (1.0,) * size,
             jitter,
             deaths=[(f.rank, f.at) for f in faults if isinstance(f, Dies) and f.at is not None],
@@ -105,6 +105,11 @@ class SimulatedWorld:
             return loop.run([lambda comm=comm: fn(comm) for comm in comms])  # type: ignore[misc]
         finally:
             self.elapsed = loop.now
+
+
+def _equal(link: Link) -> Callable[[int, int], Path]:
+    path = Path(link.alpha, link.beta, link.beta)
+    return lambda source, target: path
 
 
 class SimulatedCommunicator(Communicator):

@@ -1,0 +1,111 @@
+"""Unequal links: do real ranks behind them take the time that a simulated world says?
+
+    python -m bench wide-area [--ports NAME ...] [--numel N] [--repeats N] [--full] [--output DIR]
+
+ports: as of `python -m slow_link --rank`, of 4 ranks. what: an exchange of so many float32; "one way" is rank 0's to
+the last rank, and of a path that loses packets it is held against what TCP (Reno) fills by the formula of Mathis et al.
+(1997). measured: seconds of gloo ranks behind the emulated links, the median of repeats of the slowest rank; simulated:
+virtual seconds of the same call with the same ports, and gloo's handshake where ranks send and receive at once. good:
+within 15 %, of lossy paths within 40 %, as rare losses leave much to chance.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from communicators import Communicator, Payload, Round, SimulatedWorld, allreduce, as_communicator, barrier, run
+from slow_link import Port, SlowLink, missing, ports_of
+from slow_link.check import TOLERANCE
+from slow_link.simulated import paths_of
+from sparse_collectives import sparse_allreduce
+from sparse_compress import topk
+
+from bench.real_ranks import found_by, tell
+from bench.record import asked, parser_of, record
+from bench.turns import seconds_of
+
+RANKS, SPARSE, ROUGH = 4, 100, 0.40
+USUAL = Port(up=100, down=100, delay=1)
+PORTS = {
+    "equal": [],
+    "one slow": ["3:up=5mbit,down=50mbit,delay=30ms"],
+    "uplinks of 5 to 100": ["0:up=5mbit", "1:up=20mbit", "2:up=50mbit"],
+    "homes": ["all:home,loss=0%,jitter=0ms"],
+    "two regions": ["all:two-regions"],
+    "jitter": ["all:up=20mbit,down=20mbit,delay=20ms,jitter=5ms"],
+    "lossy, 50 ms": ["all:delay=50ms,loss=0.1%"],
+    "lossy, 20 ms": ["all:delay=20ms,loss=0.5%"],
+}
+QUICK = ("equal", "one slow")
+COLUMNS = ("ports", "what", "numel", "measured", "simulated", "ratio", "good")
+AGAINST = "a simulated world with the same ports, and TCP's formula where packets are lost"
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Measures, prints the table; the exit status is 1 where a ratio is not good, 2 where there is no link."""
+    parser = parser_of("wide-area", __doc__, full="all ports, a million elements")
+    parser.add_argument("--ports", nargs="+", choices=PORTS, metavar="NAME", help=", ".join(map(repr, PORTS)))
+    parser.add_argument("--numel", type=int, help="default 100,000; full 1,000,000")
+    parser.add_argument("--repeats", type=int, default=5, help="of each exchange; default 5")
+    options = asked(parser, argv, ports=(QUICK, list(PORTS)), numel=(100_000, 1_000_000))
+    if lacking := missing():
+        print(f"no link is emulated here: {'; '.join(lacking)}")
+        return 2
+    rows: list[dict[str, Any]] = []
+    for name in options.ports:
+        ports = ports_of(PORTS[name], RANKS, USUAL)
+        lossy = any(port.loss for port in ports)
+        with SlowLink(ranks=RANKS, ports=ports) as link:
+            found = found_by(link, on_rank, options.numel, options.repeats, lossy, mpi=False)
+        for what in found[0]:
+            seconds = [max(turn) for turn in zip(*(one[what] for one in found), strict=True)]
+            measured, simulated = statistics.median(seconds), _simulated(ports, what, options.numel)
+            ratio, near = measured / simulated, ROUGH if lossy else TOLERANCE
+            row = {"ports": name, "what": what, "numel": options.numel, "measured": measured, "simulated": simulated}
+            rows.append(row | {"ratio": ratio, "good": abs(ratio - 1) <= near, "seconds_samples": seconds})
+    more: dict[str, Any] = {"lines": PORTS}
+    record(options, rows, labels=COLUMNS[:2], values=("ratio",), against=AGAINST, shown=COLUMNS, **more)
+    return 0 if all(row["good"] for row in rows) else 1
+
+
+def _calls(comm: Communicator, numel: int) -> dict[str, Callable[[], object]]:
+    torch.manual_seed(comm.rank)
+    x = torch.randn(numel)
+    sent = topk(x, numel // SPARSE)
+    gtopk: Callable[[], object] = partial(sparse_allreduce, sent, comm, algorithm="gtopk", k=numel // SPARSE)
+    return {
+        "one way": lambda: run(_one_way(comm, x), comm, facts="one way"),
+        "dense": partial(allreduce, x, comm, native=False),
+        "gtopk": gtopk,
+    }
+
+
+def _one_way(comm: Communicator, x: torch.Tensor) -> Any:
+    payload = Payload.of(x.view(torch.uint8))
+    if comm.rank == 0:
+        yield Round(sends={comm.size - 1: payload})
+    if comm.rank == comm.size - 1:
+        yield Round(recvs={0: payload.nbytes})
+
+
+def on_rank(numel: int, repeats: int, lossy: bool) -> None:
+    """One rank's part, in a process group: seconds of each call. Of lossy paths only that of one message is told."""
+    comm = as_communicator(None)
+    found: dict[str, list[float]] = {}
+    for what, call in _calls(comm, numel).items():
+        if not lossy or what == "one way":
+            found[what] = [_seconds(comm, call) for _ in range(repeats + 1)][1:]
+    tell(found)
+
+
+def _seconds(comm: Communicator, call: Callable[[], object]) -> float:
+    """Of this rank, which the barrier may let go later than others."""
+    barrier(comm)
+    return seconds_of(call, clock=comm.clock)
+
+
+def _simulated(ports: Sequence[Port], what: str, numel: int) -> float:
+    world = SimulatedWorld(len(ports), paths_of(ports, handshake=what != "one way"))
+    return max(world.run(lambda comm: _seconds(comm, _calls(comm, numel)[what])))
