@@ -2,11 +2,13 @@
 
     python -m bench wide-area [--ports NAME ...] [--numel N] [--repeats N] [--full] [--output DIR]
 
-ports: as of `python -m slow_link --rank`, of 4 ranks. what: an exchange of so many float32; "one way" is rank 0's to
-the last rank, and of a path that loses packets it is held against what TCP (Reno) fills by the formula of Mathis et al.
-(1997). measured: seconds of gloo ranks behind the emulated links, the median of repeats of the slowest rank; simulated:
-virtual seconds of the same call with the same ports, and gloo's handshake where ranks send and receive at once. good:
-within 15 %, of lossy paths within 40 %, as rare losses leave much to chance.
+ports: as of `python -m slow_link --rank`. what: an exchange of so many float32; "one way" is rank 0's to the last rank,
+and of a path that loses packets it is held against what TCP (Reno) fills by the formula of Mathis et al. (1997); "by
+rate" is the dense sum with the shares that `measure_paths` and `shares_by_rate` find. measured: seconds of gloo ranks
+behind the emulated links, the median of repeats of the slowest rank; simulated: virtual seconds of the same call with
+the same ports, and gloo's handshake where ranks send and receive at once. good: within 15 %, of lossy paths within
+40 %, as rare losses leave much to chance. over_bound: measured over what no dense sum can be faster than, by bytes and
+rates: everybody's elements must leave him, the sum must reach him, and all ports together carry 2(P − 1) times all.
 """
 
 import statistics
@@ -15,7 +17,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from communicators import Communicator, Payload, Round, SimulatedWorld, allreduce, as_communicator, barrier, run
+from communicators import (
+    Communicator,
+    Payload,
+    Round,
+    SimulatedWorld,
+    allreduce,
+    as_communicator,
+    barrier,
+    measure_paths,
+    run,
+    schedules,
+    shares_by_rate,
+)
 from slow_link import Port, SlowLink, missing, ports_of
 from slow_link.check import TOLERANCE
 from slow_link.simulated import paths_of
@@ -27,19 +41,20 @@ from bench.record import asked, parser_of, record
 from bench.turns import seconds_of
 
 RANKS, SPARSE, ROUGH = 4, 100, 0.40
+UPLINKS = "8 uplinks of 5 to 100"
 USUAL = Port(up=100, down=100, delay=1)
 PORTS = {
     "equal": [],
     "one slow": ["3:up=5mbit,down=50mbit,delay=30ms"],
-    "uplinks of 5 to 100": ["0:up=5mbit", "1:up=20mbit", "2:up=50mbit"],
+    UPLINKS: [f"{rank}:up={5 + 95 * rank / 7:.0f}mbit" for rank in range(8)],
     "homes": ["all:home,loss=0%,jitter=0ms"],
     "two regions": ["all:two-regions"],
     "jitter": ["all:up=20mbit,down=20mbit,delay=20ms,jitter=5ms"],
     "lossy, 50 ms": ["all:delay=50ms,loss=0.1%"],
     "lossy, 20 ms": ["all:delay=20ms,loss=0.5%"],
 }
-QUICK = ("equal", "one slow")
-COLUMNS = ("ports", "what", "numel", "measured", "simulated", "ratio", "good")
+QUICK, DENSE = ("equal", "one slow"), ("dense", "by rate")
+COLUMNS = ("ports", "what", "numel", "measured", "simulated", "ratio", "good", "over_bound")
 AGAINST = "a simulated world with the same ports, and TCP's formula where packets are lost"
 
 
@@ -55,15 +70,17 @@ def main(argv: Sequence[str] = ()) -> int:
         return 2
     rows: list[dict[str, Any]] = []
     for name in options.ports:
-        ports = ports_of(PORTS[name], RANKS, USUAL)
+        ports = ports_of(PORTS[name], 8 if name == UPLINKS else RANKS, USUAL)
         lossy = any(port.loss for port in ports)
-        with SlowLink(ranks=RANKS, ports=ports) as link:
+        with SlowLink(ranks=len(ports), ports=ports) as link:
             found = found_by(link, on_rank, options.numel, options.repeats, lossy, mpi=False)
         for what in found[0]:
             seconds = [max(turn) for turn in zip(*(one[what] for one in found), strict=True)]
             measured, simulated = statistics.median(seconds), _simulated(ports, what, options.numel)
             ratio, near = measured / simulated, ROUGH if lossy else TOLERANCE
             row = {"ports": name, "what": what, "numel": options.numel, "measured": measured, "simulated": simulated}
+            if what in DENSE:
+                row["over_bound"] = measured / _bound(ports, 4 * options.numel)
             rows.append(row | {"ratio": ratio, "good": abs(ratio - 1) <= near, "seconds_samples": seconds})
     more: dict[str, Any] = {"lines": PORTS}
     record(options, rows, labels=COLUMNS[:2], values=("ratio",), against=AGAINST, shown=COLUMNS, **more)
@@ -72,12 +89,13 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def _calls(comm: Communicator, numel: int) -> dict[str, Callable[[], object]]:
     torch.manual_seed(comm.rank)
-    x = torch.randn(numel)
+    x, shares = torch.randn(numel), shares_by_rate(measure_paths(comm).slower)
     sent = topk(x, numel // SPARSE)
     gtopk: Callable[[], object] = partial(sparse_allreduce, sent, comm, algorithm="gtopk", k=numel // SPARSE)
     return {
         "one way": lambda: run(_one_way(comm, x), comm, facts="one way"),
         "dense": partial(allreduce, x, comm, native=False),
+        "by rate": lambda: run(schedules.by_rate_allreduce(x, comm.rank, comm.size, shares), comm, facts="by rate"),
         "gtopk": gtopk,
     }
 
@@ -104,6 +122,13 @@ def _seconds(comm: Communicator, call: Callable[[], object]) -> float:
     """Of this rank, which the barrier may let go later than others."""
     barrier(comm)
     return seconds_of(call, clock=comm.clock)
+
+
+def _bound(ports: Sequence[Port], nbytes: int) -> float:
+    """Seconds that a dense sum takes at least, headers left out."""
+    ways = [[port.up for port in ports], [port.down for port in ports]]
+    together = max(2 * (len(ports) - 1) / sum(rates) for rates in ways)
+    return 8e-6 * nbytes * max(1 / min(map(min, ways)), together)
 
 
 def _simulated(ports: Sequence[Port], what: str, numel: int) -> float:

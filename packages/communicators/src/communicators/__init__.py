@@ -10,7 +10,9 @@ from communicators.elastic.membership import LeftOutError
 from communicators.errors import CollectiveError
 from communicators.link import Link, Path, measure_link
 from communicators.origin import as_communicator
+from communicators.paths import Paths, measure_paths
 from communicators.schedule import SLOT_BYTES, Elapse, Payload, Received, Round, Schedule
+from communicators.schedules.by_rate import shares_by_rate
 from communicators.signals import Attempt, Signals
 from communicators.simulated.network import BoardLost, Corrupts, Dies, LinkLost
 from communicators.simulated.world import SimulatedWorld
@@ -34,6 +36,7 @@ __all__ = [
     "Link",
     "LinkLost",
     "Path",
+    "Paths",
     "Payload",
     "Received",
     "Round",
@@ -52,8 +55,10 @@ __all__ = [
     "buckets_of",
     "leave",
     "measure_link",
+    "measure_paths",
     "run",
     "schedules",
+    "shares_by_rate",
     "start",
     "tracing",
 ]

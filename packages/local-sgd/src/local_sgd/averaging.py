@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from communicators import CollectiveError, Communicator, Work, allgather, allreduce, run, schedules, start
+from communicators import CollectiveError, Communicator, Schedule, Work, allgather, allreduce, run, schedules, start
 from torch import Tensor
 
 from local_sgd.parts import by_name
@@ -47,7 +48,8 @@ class Averaging:
     """Exchanges means; every vector is one message, with its rank's weight and whether that rank has finished.
 
     Sums go by our schedule, so that all worlds give the same bits; native: by the transport's own, equal within
-    rounding. A launch that failed stays failed: every later use raises the same error.
+    rounding; shares: of the ranks in the sums, see `by_rate_allreduce`. A launch that failed stays failed: every later
+    use raises the same error.
 
     In an elastic group means are taken by all ranks or by none. What was launched in another group is summed again
     among the ranks of this one, with the same bits as if it had been launched there; newcomers give weight 0.
@@ -57,8 +59,19 @@ class Averaging:
     optimizer's rates.
     """
 
-    def __init__(self, comm: Communicator, what: str, *, native: bool, call: str = "average") -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        what: str,
+        *,
+        native: bool,
+        shares: Sequence[float] | None = None,
+        call: str = "average",
+    ) -> None:
         self._comm, self._what, self._native, self._call = comm, what, native, call
+        self._allreduce: Callable[[Tensor, int, int], Schedule[Tensor]] = schedules.allreduce
+        if shares is not None:
+            self._allreduce = partial(schedules.by_rate_allreduce, shares=shares)
         self.alike: Callable[[], str] = str
         self._given: list[Any] = []  # payloads that were launched, and not taken yet
         self._sums: list[Any] = []  # of them, under way in that generation:
@@ -138,7 +151,7 @@ class Averaging:
         if not self._native:
             sums = [(x, self._facts(f" of {x.numel() - 2} elements, {x.dtype}")) for x in self._given]
             return [
-                carry(schedules.allreduce(x, rank, size), self._comm, facts=facts, device=x.device) for x, facts in sums
+                carry(self._allreduce(x, rank, size), self._comm, facts=facts, device=x.device) for x, facts in sums
             ]
         if facts := self._since + self.alike():  # the transport's sum agrees on its size alone
             run(schedules.barrier(rank, size), self._comm, facts=f"{self._what}{facts}")

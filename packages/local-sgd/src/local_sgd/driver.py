@@ -100,14 +100,15 @@ class Driver:
         self.owner: Wrapping = weakref.proxy(owner)  # which goes, with its vectors, as soon as nobody has it
         self.rule, self.comm, self.what, self.comms = rule, owner.comm, owner.what, [owner.comm]
         self.block, self.nearest, self.buffers = block, block, buffers
-        self._weighted, self._native = settings.get("weighted", False), settings.get("native", False)
+        self._weighted = settings.get("weighted", False)
+        self._sum: dict[str, Any] = {"native": settings.get("native", False), "shares": settings.get("shares")}
         device = None if settings.get("anchor_device") is None else torch.device(str(settings["anchor_device"]))
         self._pieces = [
             (list(piece), parts_of(owner.param_groups, piece, settings.get("bucket_bytes"), device))
             for piece in fragments_of(owner.trained, self._asked)
         ]
         self.parts = [part for _, parts in self._pieces for part in parts]
-        self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
+        self.sums = self.compression.sum_of(self.parts, self.comm, self.what, settings.get("shares"))
         self._policy = settings.get("inner_state", "keep")
         self._share_inner_state = inner_state(self._policy, owner.optimizer, self.comm, self.what)
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
@@ -123,7 +124,7 @@ class Driver:
         """Makes the exchanges, among all ranks, each with a rule begun for it."""
         self.fragments, rules = list[Fragment](), [self.rule, *(copy.copy(self.rule) for _ in self._pieces[1:])]
         for (names, parts), rule in zip(self._pieces, rules, strict=True):
-            averaging = Averaging(self.comm, self.what, native=self._native)
+            averaging = Averaging(self.comm, self.what, **self._sum)
             if self.sums is not None:
                 averaging = CompressedAveraging(self.comm, self.what, parts, rule.anchors[0], self.sums)
             rule.begin(parts, names)
@@ -184,7 +185,7 @@ class Driver:
     def models(self, comm: Communicator) -> list[Tensor]:
         """Current model: mean over ranks, anchors, or anchors as a mean under way will leave them; none is applied."""
         if self.rule.mean_is_model:
-            averaging = Averaging(comm, self.what, native=self._native, call="averaged_model")
+            averaging = Averaging(comm, self.what, **self._sum, call="averaged_model")
             return averaging.now([part.gather() for part in self.parts], 1.0, finished=False).means
         if not self.rule.overlaps or not (arrived := self.fragments[0].averaging.arrived()).means:
             return self.anchors()

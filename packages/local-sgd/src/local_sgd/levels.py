@@ -58,7 +58,7 @@ class TwoLevels(Driver):
         self._group, self.nearest = as_communicator(self._given), self._near
         _refuse_gaps(self._group, self.comm)
         self.comms = [self.comm, self._group]
-        self._within = Averaging(self._group, f"{self.what} in its group", native=self._native)
+        self._within = Averaging(self._group, f"{self.what} in its group", native=self._sum["native"])
         super().connect()
 
     def count(self, weight: float) -> None:

@@ -2,12 +2,12 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self, Unpack
 
-from communicators import Stats, as_communicator
+from communicators import Stats, as_communicator, schedules
 from replicas import Buffers, Wrapping, restored
 from torch import nn
 from torch.optim import Optimizer
@@ -56,6 +56,9 @@ class PeriodicAveraging(Wrapping):
         broadcast: Whether rank 0's parameters, and buffers of `model`, are copied to all ranks now. False: ranks
             compare a hash of their parameters, and it is an error where they differ.
         native: Whether to use the transport's own allreduce: worlds then agree within rounding, not bit for bit.
+        shares: Share of every vector that each rank sums, for ranks with unequal links, see
+            `communicators.shares_by_rate`. Without `compress` the model has the same bits whatever they are.
+            Default: all alike.
         bucket_bytes: Most bytes of an exchanged vector; default: one vector for each group, dtype and device.
         anchor_device: Device of anchors, momenta and means, such as "cpu"; default: the parameters'.
 
@@ -90,12 +93,12 @@ class PeriodicAveraging(Wrapping):
         self._weighted = bool(settings.get("weighted"))
         if rule.needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
             raise ValueError(f"{what} counts in learning rates, but parameter groups {lacking} have no 'lr'")
-        self._refuse_misfits(native=bool(settings.get("native")))
+        self._refuse_misfits(native=bool(settings.get("native")), shares=settings.get("shares"))
         rule.fit(self.comm.first_size)
         policies = {name: settings.get(name, "keep") for name in ("buffers", "inner_state")}
         switches = {name: bool(settings.get(name)) for name in ("weighted", "native")}
         self._said = {**rule.shared(), **policies, **switches, **self._driver.facts()}
-        agreed = {**self._said, "bucket_bytes": settings.get("bucket_bytes")}
+        agreed = {**self._said, "bucket_bytes": settings.get("bucket_bytes"), "shares": settings.get("shares")}
         agreed |= {name: "default" for name in rule.defaults if name in agreed}  # newcomers have another one
         text = ", ".join(f"{name}={value!r}" for name, value in agreed.items())
         self.start_alike(text, model=model, broadcast=settings.get("broadcast", True))
@@ -306,13 +309,19 @@ class PeriodicAveraging(Wrapping):
     def _sent(self) -> int:
         return sum(comm.bytes_sent for comm in self._driver.comms)
 
-    def _refuse_misfits(self, *, native: bool) -> None:
+    def _refuse_misfits(self, *, native: bool, shares: Sequence[float] | None) -> None:
         """Raises ValueError for settings that do not go together, or not where a rank may die."""
         driver, compress = self._driver, self._driver.compression
         if native and (self.rule.overlaps or driver.by_fragment):
             raise ValueError(f"native=True waits for the transport, but {self.what} goes on meanwhile: leave it out")
         if native and compress:
             raise ValueError(f"native=True is the transport's sum, and compress={compress!r} another: leave one out")
+        if shares is not None:
+            schedules.check_shares(shares, self.comm.size)
+            if self.comm.elastic:
+                raise ValueError(f"{self.what} with shares over an Elastic, whose ranks come and go: leave them out")
+            if not compress.takes_shares:
+                raise ValueError(f"shares are of a dense or rounded sum, and {compress!r} has another: leave them out")
         reason = "the transport's sum fails for good when a rank dies: leave it out" if native else driver.inelastic
         if self.comm.elastic and reason:
             asked = "native=True" if native else type(driver).__name__

@@ -49,7 +49,8 @@ class OuterRounds(Driver):
             )
         policies = {"buffers": settings.get("buffers", "keep"), "inner_state": settings.get("inner_state", "keep")}
         waits = [f"{name}={policy!r}" for name, policy in policies.items() if policy != "keep"]
-        waits += ["native=True"] * bool(settings.get("native")) + ["two levels"] * levels
+        waits += ["native=True"] * bool(settings.get("native")) + ["shares"] * (settings.get("shares") is not None)
+        waits += ["two levels"] * levels
         if waits:
             raise ValueError(
                 f"{', '.join(waits)}: all ranks wait for each other there, which rounds do not: leave it out"

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias, TypedDict
 
@@ -23,6 +23,7 @@ class Settings(TypedDict, total=False):
     weighted: bool
     broadcast: bool
     native: bool
+    shares: Sequence[float] | None
     bucket_bytes: int | None
     anchor_device: torch.device | str | None
 
@@ -39,6 +40,8 @@ def check_settings(settings: Mapping[str, Any], what: str, owner: Callable[..., 
         raise TypeError(f"{', '.join(f'{name} is {settings[name]!r}' for name in wrong)}, expected True or False")
     if (policy := settings.get("inner_state", "keep")) not in ("keep", "average", "reset"):
         raise ValueError(f"inner_state is {policy!r}, expected one of ('keep', 'average', 'reset')")
+    if settings.get("shares") is not None and settings.get("native"):
+        raise ValueError("shares are of our own sum, and native=True asks for the transport's: leave one out")
     if (nbytes := settings.get("bucket_bytes")) is not None:
         whole("bucket_bytes", nbytes, ", or None")
 

@@ -1,0 +1,109 @@
+"""Rates and delays of unequal links, measured pair by pair and in both directions."""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from communicators.collectives import allgather
+from communicators.communicator import Communicator, run
+from communicators.link import Path
+from communicators.origin import as_communicator
+from communicators.schedule import SLOT_BYTES, Payload, Round, Schedule
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Paths between all ranks: (source, target) -> `Path`, so that a `SimulatedWorld` takes it.
+
+    Attributes:
+        alpha: Seconds per message, [source][target].
+        up: Seconds per byte that each rank sends.
+        down: Seconds per byte that each rank receives.
+    """
+
+    alpha: tuple[tuple[float, ...], ...]
+    up: tuple[float, ...]
+    down: tuple[float, ...]
+
+    def __call__(self, source: int, target: int) -> Path:
+        return Path(self.alpha[source][target], self.up[source], self.down[target])
+
+    @property
+    def slower(self) -> list[float]:
+        """Seconds per byte of each rank, in the slower of its two directions: what `shares_by_rate` takes."""
+        return [max(both) for both in zip(self.up, self.down, strict=True)]
+
+
+def measure_paths(comm: Any, *, nbytes: int = 1 << 18, repeats: int = 3) -> Paths:
+    """Measures the paths between all ranks, the same result on every rank. Collective.
+
+    Pairs take turns, all ranks in one at a time: a small message there and back, then a large one each way with a small
+    answer. A rank sends as fast as to the peer that takes it fastest, and receives likewise; where all its peers are
+    slower than itself, its own rate does not show, and does not matter. Takes 2·repeats·(P − 1)·nbytes bytes of each
+    rank's time.
+
+    Args:
+        comm: See `as_communicator`; all ranks call.
+        nbytes: Size of a large message.
+        repeats: Number of measurements of which the median is taken.
+
+    Raises:
+        ValueError: nbytes or repeats is too small.
+    """
+    if nbytes < 2 * SLOT_BYTES or repeats < 1:
+        raise ValueError(f"expected nbytes >= {2 * SLOT_BYTES} and repeats >= 1, got {nbytes} and {repeats}")
+    comm = as_communicator(comm)
+    rank, size = comm.rank, comm.size
+    found = torch.zeros(2, size, dtype=torch.float64)
+    for peer in _partners(rank, size):
+        _answered(comm, peer, 0, first=rank < peer)  # both are here
+        small = statistics.median(_answered(comm, peer, 0, first=rank < peer) for _ in range(repeats))
+        for sender in sorted((rank, peer)):
+            large = [_answered(comm, peer, nbytes, first=rank == sender) for _ in range(repeats)]
+            if rank == sender and peer < size:
+                found[0, peer], found[1, peer] = small / 2, max(0.0, statistics.median(large) - small) / nbytes
+    rows = torch.stack(allgather(found.to(comm.device).view(-1), comm)).cpu().view(size, 2, size)
+    alpha, beta = rows[:, 0], rows[:, 1]
+    beta.fill_diagonal_(torch.inf)
+    up, down = ([0.0] * size if size == 1 else beta.amin(along).tolist() for along in (1, 0))
+    return Paths(tuple(map(tuple, alpha.tolist())), tuple(up), tuple(down))
+
+
+def _partners(rank: int, size: int) -> Iterator[int]:
+    """Every other rank once, so that all are in one pair at a time (the circle method of round-robin tournaments).
+
+    Among an odd number each is alone once: its partner then is the rank that there is not.
+    """
+    places = size + size % 2
+    for turn in range(places - 1):
+        if rank == places - 1:
+            peer = turn * (places // 2) % (places - 1)
+        else:
+            peer = (turn - rank) % (places - 1)
+            peer = places - 1 if peer == rank else peer
+        yield peer
+
+
+def _answered(comm: Communicator, peer: int, nbytes: int, *, first: bool) -> float:
+    """Seconds of a message of nbytes and its small answer; `first` sends the message, and its seconds count.
+
+    All ranks call it alike, also one without a partner.
+    """
+    begin = comm.clock()
+    run(_there_and_back(peer, comm.size, nbytes, first), comm, facts=f"paths({nbytes})")
+    return comm.clock() - begin
+
+
+def _there_and_back(peer: int, size: int, nbytes: int, first: bool) -> Schedule[None]:
+    large, small = (Payload.of(torch.zeros(n, dtype=torch.uint8)) for n in (nbytes, 0))
+    if peer >= size:
+        return
+    if first:
+        yield Round(sends={peer: large})
+        yield Round(recvs={peer: 0})
+    else:
+        yield Round(recvs={peer: nbytes})
+        yield Round(sends={peer: small})
