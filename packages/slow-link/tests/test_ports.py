@@ -163,6 +163,14 @@ def test_what_a_rank_sends_and_receives_is_never_faster_than_its_port():
     assert float(back.stdout) > 2 * float(there.stdout)
 
 
+def test_a_congestion_control_that_the_kernel_has_not_is_one_line():
+    with pytest.raises(ValueError, match=r"congestion control 'none' is not in this kernel, which has .*reno"):
+        SlowLink(ranks=2, congestion="none")
+    words = [sys.executable, "-m", "slow_link", "--congestion", "none", "--ranks", "2", "--", "true"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
 @emulated
 def test_lost_packets_are_sent_again_and_nothing_of_the_data_is_lost():
     with SlowLink(ranks=2, ports=[Port(delay=5, loss=0.02)] * 2) as net:

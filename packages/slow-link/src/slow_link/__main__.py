@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slow_link.link import SlowLink
 from slow_link.missing import Unavailable, enter_user_namespaces
-from slow_link.namespaces import sweep
+from slow_link.namespaces import CONGESTION, sweep
 from slow_link.ports import PRESETS, Port, amount, lines_of, ports_of
 from slow_link.programs import program
 
@@ -50,6 +50,7 @@ def run_command(argv: Sequence[str]) -> int:
     add_link(parser)
     parser.add_argument("--rank", action="append", default=[], metavar="RANKS:SETTINGS", help=RANK_HELP)
     parser.add_argument("--ports", type=Path, metavar="FILE", help="of lines as of --rank, which change them")
+    parser.add_argument("--congestion", default=CONGESTION, metavar="NAME", help="TCP's, such as bbr; default reno")
     parser.add_argument("--timeout", type=float, default=float("inf"), metavar="SECONDS", help="default: none")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="what runs, after --")
     options = parser.parse_args(argv)
@@ -57,7 +58,8 @@ def run_command(argv: Sequence[str]) -> int:
         found = program(options.command, ranks=options.ranks)
         default = Port(up=options.rate, down=options.rate, delay=options.delay)
         lines = [*(lines_of(options.ports) if options.ports else []), *options.rank]
-        with SlowLink(ranks=found.ranks, ports=ports_of(lines, found.ranks, default)) as link:
+        ports = ports_of(lines, found.ranks, default)
+        with SlowLink(ranks=found.ranks, ports=ports, congestion=options.congestion) as link:
             print(link.describe(), file=sys.stderr, flush=True)
             done = found.run(link, timeout=options.timeout)
     except (OSError, Unavailable, ValueError) as error:  # ValueError: not understood, or too many ranks

@@ -37,6 +37,7 @@ class SlowLink(Launcher):
         milliseconds: One-way delay between any two ranks.
         flip_every: n: flips one bit in every n-th large packet, behind TCP's back; 0: none.
         ports: In place of rate and delay, the port of each rank; `alpha` and `beta` are then the slowest ones'.
+        congestion: TCP's congestion control, one of those that this kernel has.
 
     Raises:
         ValueError: An argument is out of range, or there is not one port a rank.
@@ -52,7 +53,9 @@ class SlowLink(Launcher):
         milliseconds: float = 1.0,
         flip_every: int = 0,
         ports: Sequence[Port] | None = None,
+        congestion: str = namespaces.CONGESTION,
     ) -> None:
+        namespaces.check_congestion(congestion)
         if ports is not None:
             if len(ports) != ranks:
                 raise ValueError(f"expected one port for each of {ranks} ranks, got {len(ports)}")
@@ -62,7 +65,7 @@ class SlowLink(Launcher):
         super().__init__(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)
         equal = Port(up=mbit_per_second, down=mbit_per_second, delay=milliseconds)
         self._ports = list(ports) if ports is not None else [equal] * ranks
-        self._flip_every = flip_every
+        self._flip_every, self._congestion = flip_every, congestion
         self._number = next(_numbers)
         self._switch: subprocess.Popen[bytes] | None = None
 
@@ -135,7 +138,9 @@ class SlowLink(Launcher):
                 devices.append(device)
                 namespace = namespaces.name_of(self._number, rank)
                 rates = {"bits_per_second": 1e6 * self._ports[rank].up}
-                namespaces.create(namespace, name, rank=rank, whole=not self._loses(), **rates)
+                namespaces.create(
+                    namespace, name, rank=rank, whole=not self._loses(), congestion=self._congestion, **rates
+                )
             self._switch = self._started_switch(devices)
 
     def _started_switch(self, devices: list[int]) -> subprocess.Popen[bytes]:

@@ -24,8 +24,9 @@ BURST_BYTES = 10_000
 
 The rate is set here as well as there, so that packets queue where TCP sees them.
 """
-TCP = ("congctl", "reno", "initcwnd", "100")
+CONGESTION, WINDOW = "reno", ("initcwnd", "100")
 """Reno with a large first window needs no warm-up and, unlike bbr, does not probe for a rate that is given."""
+AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
 TUN = "/dev/net/tun"
 
@@ -72,10 +73,13 @@ def address_of(rank: int) -> str:
     return f"10.77.0.{rank + 1}"
 
 
-def create(name: str, tun: str, *, rank: int, bits_per_second: float, whole: bool = True) -> None:
+def create(
+    name: str, tun: str, *, rank: int, bits_per_second: float, whole: bool = True, congestion: str = CONGESTION
+) -> None:
     """Creates a namespace that holds the TUN device `tun` as `DEVICE`, up, with the rank's address and this rate.
 
-    whole: whether the kernel may hand over segments of several packets, of which none can be lost alone.
+    whole: whether the kernel may hand over segments of several packets, of which none can be lost alone. congestion:
+    TCP's congestion control.
     """
     call("ip", "netns", "add", name)
     call("ip", "link", "set", tun, "netns", name, "name", DEVICE)
@@ -86,9 +90,16 @@ def create(name: str, tun: str, *, rank: int, bits_per_second: float, whole: boo
     call(*inside, "link", "set", DEVICE, "mtu", "1500", *segments)
     call(*inside, "address", "add", f"{address_of(rank)}/24", "dev", DEVICE)
     call(*inside, "link", "set", DEVICE, "up")
-    call(*inside, "route", "change", "10.77.0.0/24", "dev", DEVICE, *TCP)
+    call(*inside, "route", "change", "10.77.0.0/24", "dev", DEVICE, "congctl", congestion, *WINDOW)
     shape = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(BURST_BYTES), "limit", "64mb")
     call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", *shape)
+
+
+def check_congestion(name: str) -> None:
+    """Raises ValueError for a congestion control that this kernel has not."""
+    known = AVAILABLE.read_text().split() if AVAILABLE.exists() else [CONGESTION]
+    if name not in known:
+        raise ValueError(f"congestion control {name!r} is not in this kernel, which has {', '.join(known)}")
 
 
 def darken(name: str) -> None:
