@@ -36,6 +36,7 @@ from sparse_compress import HEADER_BYTES, WireCodec, index_entropy
 
 from bench.advise import shown
 from bench.convergence.tasks import TASKS
+from bench.internet import hours
 from bench.record import RESULTS, ROOT
 from bench.scaling import published
 from bench.time_to_quality.best import best_of
@@ -225,7 +226,14 @@ ENVIRONMENT = Environment(
 )
 ENVIRONMENT.filters |= {"where": _where, "each": _each, "derive": _derive, "by": _by, "table": _table, "f": format}
 ENVIRONMENT.filters |= {"times": _times, "wrapped": _wrapped, "anchor": _anchor, "stdev": statistics.stdev}
-ENVIRONMENT.globals |= {"best_of": best_of, "advice": shown, "tasks": TASKS, "near": TOLERANCE, "busy_load": BUSY}
+ENVIRONMENT.globals |= {
+    "best_of": best_of,
+    "internet": hours,
+    "advice": shown,
+    "tasks": TASKS,
+    "near": TOLERANCE,
+    "busy_load": BUSY,
+}
 ENVIRONMENT.globals |= {"bucket_bytes": BUCKET_BYTES, "WireCodec": WireCodec, "index_entropy": index_entropy}
 ENVIRONMENT.globals |= {"header_bytes": HEADER_BYTES}
 BLOCKS: Blocks = {
