@@ -152,6 +152,7 @@ WAYS: dict[str, Way] = {
     "topk-dsa": _by("topk-dsa"),
     "oktopk": _by("oktopk"),
     "spardl": _by("spardl"),
+    "spardl teams=2": Way(lambda run: fitting(run, "spardl", options={"teams": 2})),
     "largest of the sum": Way(lambda run: fitting(run, LargestOfTheSum())),
     "dgc": Way(_dgc, optimizers=("sgd",)),
     "torch DDP": _peer("torch", selects=False),

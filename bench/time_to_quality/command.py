@@ -37,7 +37,7 @@ LOSS, POINTS = 1.01, 1.0  # what the goal leaves
 OPTIMIZERS = {"resnet20-clothing": "sgd"}
 """Of tasks that are not trained with AdamW."""
 TORCH = ("torch DDP", BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
-SPARSE = tuple((way, 0.01) for way in ("gtopk", "topk-allgather", "spardl"))
+SPARSE = tuple((way, 0.01) for way in ("gtopk", "gtopk int8-packed", "topk-allgather", "spardl", "spardl teams=2"))
 SYNCHRONOUS = tuple((way, 1.0) for way in ("powersgd rank 4", "dense-int8"))
 PERIODIC = (("overlap-local-sgd", 1.0), ("diloco", 1.0), ("diloco int2", 1.0), ("sparseloco", 0.021))
 QUICK = ("vit-digits",)
@@ -78,7 +78,7 @@ def runs_of(cell: Cell, seeds: int) -> dict[Case, list[Run]]:
     ways = [*((way, 1.0) for way in TORCH), *SYNCHRONOUS, *SPARSE, *PERIODIC]
     steps, found = TASKS[cell.task].steps, {}
     for way, density in ways:
-        if cell.optimizer in WAYS[way].optimizers:
+        if cell.optimizer in WAYS[way].optimizers and (cell.ranks % 4 == 0 or "teams" not in way):
             run = (cell.task, cell.optimizer, way, density, 0.0, cell.ranks)
             found[Case(way, density)] = [Run(*run, seed, steps) for seed in range(seeds)]
     return found
@@ -156,7 +156,7 @@ def _advised(cell: Cell, alone: float) -> Case | None:
     if p.algorithm == "dense":
         return Case(BF16 if p.wire == "bf16" else "torch DDP")
     for name, way in WAYS.items():
-        if way.advised == (p.variant, p.wire):
+        if way.advised == (p.variant, p.wire) or (name, "fp32") == (p.variant, p.wire):
             return Case(name, p.density)
     return None
 
