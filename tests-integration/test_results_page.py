@@ -70,8 +70,9 @@ def test_every_block_stands_on_a_page():
 
 def test_a_changed_figure_changes_the_block_and_nothing_round_it(records):
     text = (ROOT / "README.md").read_text()
-    rows = [row | {"measured_ms": row["measured_ms"] * 3} for row in records["predictions"]["rows"]]
-    other = filled(text, {**records, "predictions": {**records["predictions"], "rows": rows}}, BLOCKS, page="README.md")
+    rows = [row | {"seconds": row["seconds"] and row["seconds"] * 3} for row in records["time-to-quality"]["rows"]]
+    changed = {**records, "time-to-quality": {**records["time-to-quality"], "rows": rows}}
+    other = filled(text, changed, BLOCKS, page="README.md")
     assert other != text
     assert filled(other, records, BLOCKS, page="README.md") == text
 

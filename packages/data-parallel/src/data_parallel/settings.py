@@ -28,7 +28,8 @@ class ExchangeSettings(TypedDict, total=False):
     Attributes:
         density: The fraction of elements that a rank sends of each bucket (with HSDP of each shard), default 0.01, or a
             schedule: a function of the number of steps taken, such as `sparse_compress.WarmUp`. Density 1 is a dense
-            sum, on no wire. Where nothing is selected it has no effect, so that algorithms can be compared by name.
+            sum, in full precision, or in int8 on a wire of int8. Where nothing is selected density has no effect, so
+            that algorithms can be compared by name.
         compressor: Another selection, instead of density; a schedule beside it sets the compressor's own `density` in
             every step, whatever that was, so each optimizer needs a compressor of its own. "oktopk" and "spardl" accept
             only a TopK, and take its k; so does "dense", to no effect.

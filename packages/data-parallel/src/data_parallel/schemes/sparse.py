@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives import ALGORITHMS, Algorithm, Reduction, resolve
 from sparse_compress import ErrorFeedback, SparseVector, StatefulCompressor, TopK, all_finite, put
 from torch import Tensor
@@ -17,8 +17,8 @@ from data_parallel.settings import Settings
 class SparseScheme(Scheme):
     """Scheme that sends selections, with error feedback. An algorithm's own selection replaces the compressor.
 
-    If TopK's k is all of a bucket's elements, as in a warm-up, "dense" sums them in full precision, whatever the
-    algorithm and wire: indices would double its bytes.
+    If TopK's k is all of a bucket's elements, as in a warm-up, they are summed dense, whatever the algorithm, because
+    indices would double their bytes: on a wire of int8 in int8, what is rounded off waits, on others in full precision.
 
     algorithm: with its options and wire. wire: the wire's name. With nonfinite="skip", or elastic ranks, steps can be
     rolled back, at the cost of twice the memory.
@@ -87,7 +87,10 @@ class SparseLane(Lane):
         if (k, dense, comm.size) != self._known:  # a compressor's density may change, and an elastic group's ranks
             facts = algorithm.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
             self._known, self._facts = (k, dense, comm.size), f"{facts} summed dense" if dense else facts
-        schedule = ALGORITHMS["dense"].call(sent, comm, k) if dense else algorithm.call(sent, comm, k, state)
+        if dense and self._scheme.wire.startswith("int8"):
+            schedule = _summed_in_int8(sent, comm.rank, comm.size)
+        else:
+            schedule = ALGORITHMS["dense"].call(sent, comm, k) if dense else algorithm.call(sent, comm, k, state)
         return Sending(self._facts, schedule, flat, scale, unused, lambda: culprit)
 
     def values(self, result: Reduction) -> tuple[Tensor, Tensor]:
@@ -127,3 +130,11 @@ class SparseLane(Lane):
         spans = [span for span in self.spans if not bool(all_finite(residual[span] + taken[span]))]
         self._feedback.drop(self.key, spans)
         return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel), culprit
+
+
+def _summed_in_int8(sent: SparseVector, rank: int, size: int) -> Schedule[Reduction]:
+    """Dense sum of all elements; a block with a NaN, which is NaN in the total, leaves nothing to wait."""
+    rounded = yield from schedules.quantised_allreduce(sent.values, rank, size)
+    dropped = torch.where(rounded.dropped.isnan(), 0.0, rounded.dropped)
+    total, left = (SparseVector(sent.indices, values, sent.numel) for values in (rounded.total, dropped))
+    return Reduction(total, left)

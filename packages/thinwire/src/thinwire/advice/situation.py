@@ -21,6 +21,7 @@ LINKS = {
 }
 """Usual α and β: Ethernet in one room; wan is 100 Mbit/s and 30 ms between sites."""
 DENSITIES = (0.01, 0.001)
+INT8 = "dense-int8"
 TINY = 256
 """Elements: tensors of fewer are summed whole where updates are sent, as the advice is (`dense_below`)."""
 
@@ -123,10 +124,12 @@ class Situation:
         return sum(share * self._seconds(self._sending(p, density), p.density) for density, share in sent)
 
     def _sending(self, like: Prediction, density: float) -> Prediction:
-        """An exchange during the warm-up. Density 1 is a dense sum, whatever the algorithm and wire.
+        """An exchange during the warm-up. Density 1 is a dense sum, in int8 where the wire is.
 
         An element and an entry cost what they were measured to at the density that the warm-up ends at.
         """
+        if density == 1 and like.wire.startswith("int8") and INT8 in self.work:
+            return BY_NAME[INT8].predict(self.shapes, size=self.ranks, link=self.link, work=self.work[INT8])
         if density == 1:
             return prediction.predict("dense", k=self.numel, **self._exchange())
         own: dict[str, Any] = {"options": like.options, "handling": self.handling[like.density], "wire": like.wire}
