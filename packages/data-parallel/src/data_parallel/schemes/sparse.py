@@ -133,8 +133,7 @@ class SparseLane(Lane):
 
 
 def _summed_in_int8(sent: SparseVector, rank: int, size: int) -> Schedule[Reduction]:
-    """Dense sum of all elements; a block with a NaN, which is NaN in the total, leaves nothing to wait."""
+    """Dense sum of all elements."""
     rounded = yield from schedules.quantised_allreduce(sent.values, rank, size)
-    dropped = torch.where(rounded.dropped.isnan(), 0.0, rounded.dropped)
-    total, left = (SparseVector(sent.indices, values, sent.numel) for values in (rounded.total, dropped))
-    return Reduction(total, left)
+    total, dropped = (SparseVector(sent.indices, values, sent.numel) for values in rounded)
+    return Reduction(total, dropped)
