@@ -71,14 +71,17 @@ def test_a_long_vector_goes_in_segments_with_the_same_sum(numel):
 def test_wrong_shares_are_refused(wrong):
     with pytest.raises(ValueError, match="expected 3 shares from 0 on, whose sum is 1"):
         next(schedules.by_rate_allreduce(torch.ones(4), 0, 3, wrong))
-    with pytest.raises(ValueError, match="expected 3 shares from 0 on, whose sum is 1"):
-        next(schedules.quantised_allreduce(torch.ones(4), 0, 3, shares=wrong))
 
 
-@pytest.mark.parametrize("wrong", [[], [1.0, 0.0], [1.0, -1.0], [float("nan"), 1.0]], ids=str)
+@pytest.mark.parametrize("wrong", [[], [1.0, -1.0], [1.0, float("nan"), 2.0], [1.0, float("inf"), 1.0]], ids=str)
 def test_rates_that_are_none_have_no_shares(wrong):
-    with pytest.raises(ValueError, match="expected one number above 0 a rank"):
+    with pytest.raises(ValueError, match="expected one finite number from 0 on for each rank"):
         shares_by_rate(wrong)
+
+
+def test_links_too_fast_to_be_measured_have_equal_shares():
+    assert shares_by_rate([0.0]) == [1.0]
+    assert shares_by_rate([1e-9, 0.0, 1e-9]) == [1 / 3] * 3
 
 
 rates = st.lists(st.floats(1e-9, 1e-5), min_size=1, max_size=12)
@@ -142,22 +145,3 @@ def test_paths_are_measured_in_both_directions_the_same_on_all_ranks(size):
     for source in range(size):
         for target in set(range(size)) - {source}:
             assert found[0](source, target).alpha == pytest.approx(alpha(source, target), rel=0.15)
-
-
-@given(usable, st.integers(0, 3000), st.sampled_from([8, 4, 2]))
-def test_a_rounded_sum_with_shares_conserves_and_agrees(found, numel, bits):
-    tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(len(found))]
-    world, shares = SimulatedWorld(len(found)), shares_of(found)
-
-    def summed_up(comm):
-        return run(
-            schedules.quantised_allreduce(tensors[comm.rank], comm.rank, comm.size, bits=bits, shares=shares),
-            comm,
-            facts="",
-        )
-
-    results = world.run(summed_up)
-    assert all(torch.equal(result.total, results[0].total) for result in results)
-    whole = sum(tensor.double() for tensor in tensors)
-    kept = results[0].total.double() + sum(result.dropped.double() for result in results)
-    assert torch.allclose(kept, whole, atol=1e-5)

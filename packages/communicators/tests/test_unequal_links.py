@@ -92,6 +92,7 @@ def test_unequal_paths_change_the_seconds_alone(data, size, numel):
     assert unequal.elapsed >= max(sent * seconds for sent, seconds in zip(unequal.bytes_sent, up, strict=True)) * 0.999
 
 
-def test_a_cost_below_nothing_is_refused():
+@pytest.mark.parametrize("wrong", [-1e-9, float("nan"), float("inf")])
+def test_a_cost_that_is_none_is_refused(wrong):
     with pytest.raises(ValueError, match="alpha, up and down >= 0"):
-        Path(0.0, -1e-9, 0.0)
+        Path(0.0, wrong, 0.0)

@@ -66,10 +66,12 @@ WRONG = [
     ("0:", "got ''; settings are up, down, delay, jitter, loss, far, region; presets: datacentre, home"),
     ("0:work", "got 'work'"),
     ("0:up=5", "expected a rate such as 100mbit or 1gbit"),
-    ("0:up=0mbit", "expected rates > 0"),
+    ("0:up=0mbit", "expected rates from 0.001 to 1e+06 Mbit/s"),
     ("0:loss=0.1", "expected a share such as 0.1%"),
-    ("0:loss=100%", "a loss from 0 % to 100 %"),
+    ("0:loss=100%", "a loss from 0 % to below 100 %"),
     ("0:jitter=2ms", "a jitter from 0 to the delay"),
+    ("0:up=0.0001kbit", "expected rates from"),
+    ("0:delay=200s", "delays from 0 to 100 s"),
     ("0:speed=5mbit", "got 'speed=5mbit'"),
 ]
 
@@ -86,6 +88,31 @@ def test_a_wrong_line_is_told_with_what_is_expected(line, said, tmp_path):
     assert done.returncode == 2
     assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
     assert said in done.stderr
+
+
+def test_settings_of_a_line_have_no_order():
+    assert ports_of(["0:jitter=5ms,delay=30ms"], 1, USUAL) == ports_of(["0:delay=30ms,jitter=5ms"], 1, USUAL)
+
+
+@pytest.mark.parametrize("line", ["all:far=40ms", "0:region=a"])
+def test_regions_without_a_delay_between_them_and_that_without_regions_are_refused(line):
+    with pytest.raises(ValueError, match="one without the other has no effect"):
+        ports_of([line], 4, USUAL)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("name", ["up", "down", "delay", "jitter", "loss", "far"])
+def test_a_port_of_no_number_is_refused(name, wrong):
+    with pytest.raises(ValueError, match="expected rates from"):
+        Port(**{name: wrong})
+
+
+def test_a_link_says_what_it_is():
+    usual = SlowLink(ranks=2).describe()
+    assert "full duplex ports of 100 Mbit/s (IP packets of 1,500 bytes), 1 ms one way" in usual
+    home = SlowLink(ranks=2, ports=ports_of(["all:home"], 2, USUAL), congestion="reno").describe()
+    assert "0: up 25 Mbit/s, down 250 Mbit/s, 15 ms, jitter 3 ms, loss 0.0001" in home
+    assert SlowLink(ranks=2, ports=[Port(delay=1), Port(delay=39)]).alpha == pytest.approx(0.02)
 
 
 def test_a_file_of_ports_that_is_not_there_is_one_line(tmp_path):
@@ -164,7 +191,7 @@ def test_what_a_rank_sends_and_receives_is_never_faster_than_its_port():
 
 
 def test_a_congestion_control_that_the_kernel_has_not_is_one_line():
-    with pytest.raises(ValueError, match=r"congestion control 'none' is not in this kernel, which has .*reno"):
+    with pytest.raises(ValueError, match=r"congestion control 'none' is not loaded here, but .*reno"):
         SlowLink(ranks=2, congestion="none")
     words = [sys.executable, "-m", "slow_link", "--congestion", "none", "--ranks", "2", "--", "true"]
     done = subprocess.run(words, capture_output=True, text=True)

@@ -1,5 +1,6 @@
 """The α-β model of a link: a message of b bytes takes α + β·b seconds (Hockney 1994); and its measurement."""
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ class Path:
     down: float
 
     def __post_init__(self) -> None:
-        if min(self.alpha, self.up, self.down) < 0:
-            raise ValueError(f"a path needs alpha, up and down >= 0 seconds, got {self}")
+        if not all(0 <= value < math.inf for value in (self.alpha, self.up, self.down)):
+            raise ValueError(f"a path needs finite alpha, up and down >= 0 seconds, got {self}")
 
     def seconds(self, nbytes: int) -> float:
         """Time of a message of so many bytes."""

@@ -37,13 +37,13 @@ class Paths:
         return [max(both) for both in zip(self.up, self.down, strict=True)]
 
 
-def measure_paths(comm: Any, *, nbytes: int = 1 << 18, repeats: int = 3) -> Paths:
+def measure_paths(comm: Any, *, nbytes: int = 1 << 19, repeats: int = 3) -> Paths:
     """Measures the paths between all ranks, the same result on every rank. Collective.
 
     Pairs take turns, all ranks in one at a time: a small message there and back, then a large one each way with a small
     answer. A rank sends as fast as to the peer that takes it fastest, and receives likewise; where all its peers are
-    slower than itself, its own rate does not show, and does not matter. Takes 2·repeats·(P − 1)·nbytes bytes of each
-    rank's time.
+    slower than itself, its own rate does not show, and does not matter. The first large message, in which TCP's window
+    grows, does not count. In all 2(repeats + 1)(P − 1)·nbytes bytes of each rank.
 
     Args:
         comm: See `as_communicator`; all ranks call.
@@ -62,7 +62,9 @@ def measure_paths(comm: Any, *, nbytes: int = 1 << 18, repeats: int = 3) -> Path
         _answered(comm, peer, 0, first=rank < peer)  # both are here
         small = statistics.median(_answered(comm, peer, 0, first=rank < peer) for _ in range(repeats))
         for sender in sorted((rank, peer)):
-            large = [_answered(comm, peer, nbytes, first=rank == sender) for _ in range(repeats)]
+            large = [_answered(comm, peer, nbytes, first=rank == sender) for _ in range(repeats + 1)][
+                1:
+            ]  # TCP's window
             if rank == sender and peer < size:
                 found[0, peer], found[1, peer] = small / 2, max(0.0, statistics.median(large) - small) / nbytes
     rows = torch.stack(allgather(found.to(comm.device).view(-1), comm)).cpu().view(size, 2, size)

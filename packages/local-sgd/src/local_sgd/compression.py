@@ -77,23 +77,16 @@ class Compression:
     def __bool__(self) -> bool:
         return self.compress is not None
 
-    @property
-    def takes_shares(self) -> bool:
-        """Whether ranks may have unequal shares in its sum."""
-        return not isinstance(self.compress, Sparsifier)
-
     def __repr__(self) -> str:
         """Text that is the same on every rank."""
         return str(self.compress) if isinstance(self.compress, str | None) else type(self.compress).__name__
 
-    def sum_of(
-        self, parts: Sequence[Part], comm: Communicator, what: str, shares: Sequence[float] | None = None
-    ) -> ResidualSum | SparseSum | None:
-        """Compressed sum of these parts over ranks; None without compression. shares: see `PeriodicAveraging`."""
+    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> ResidualSum | SparseSum | None:
+        """Compressed sum of these parts over ranks; None without compression."""
         if self.compress is None:
             return None
         if isinstance(self.compress, str):
-            return RoundedSum(parts, BITS[self.compress], comm, what, shares)
+            return RoundedSum(parts, BITS[self.compress], comm, what)
         assert self.allreduce is not None
         return SparseSum(parts, self.compress, self.allreduce, comm)
 
@@ -161,11 +154,9 @@ class RoundedSum(ResidualSum):
     carries_nan = True
     kind = "rounded"
 
-    def __init__(
-        self, parts: Sequence[Part], bits: int, comm: Communicator, what: str, shares: Sequence[float] | None
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], bits: int, comm: Communicator, what: str) -> None:
         super().__init__(parts, comm, what)
-        self._settings: dict[str, Any] = {"bits": bits, "shares": shares}
+        self._bits = bits
 
     def select(self, part: Part, x: Tensor, weight: float) -> Selected:
         x += self.residuals[id(part)]
@@ -173,8 +164,8 @@ class RoundedSum(ResidualSum):
 
     def launch(self, selected: Selected) -> Any:
         x = selected.given
-        facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._settings['bits']} bits"
-        schedule = schedules.quantised_allreduce(selected.sent, self._comm.rank, self._comm.size, **self._settings)
+        facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
+        schedule = schedules.quantised_allreduce(selected.sent, self._comm.rank, self._comm.size, bits=self._bits)
         return start(schedule, self._comm, facts=facts, device=x.device)
 
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:

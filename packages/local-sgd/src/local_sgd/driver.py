@@ -108,7 +108,7 @@ class Driver:
             for piece in fragments_of(owner.trained, self._asked)
         ]
         self.parts = [part for _, parts in self._pieces for part in parts]
-        self.sums = self.compression.sum_of(self.parts, self.comm, self.what, settings.get("shares"))
+        self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
         self._policy = settings.get("inner_state", "keep")
         self._share_inner_state = inner_state(self._policy, owner.optimizer, self.comm, self.what)
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary

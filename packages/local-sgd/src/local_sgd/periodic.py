@@ -57,8 +57,8 @@ class PeriodicAveraging(Wrapping):
             compare a hash of their parameters, and it is an error where they differ.
         native: Whether to use the transport's own allreduce: worlds then agree within rounding, not bit for bit.
         shares: Share of every vector that each rank sums, for ranks with unequal links, see
-            `communicators.shares_by_rate`. Without `compress` the model has the same bits whatever they are.
-            Default: all alike.
+            `communicators.shares_by_rate`; of the models alone, not of buffers and inner states. The model has the same
+            bits whatever they are, and within rounding those without. Default: a sum in halves, or a ring.
         bucket_bytes: Most bytes of an exchanged vector; default: one vector for each group, dtype and device.
         anchor_device: Device of anchors, momenta and means, such as "cpu"; default: the parameters'.
 
@@ -320,8 +320,8 @@ class PeriodicAveraging(Wrapping):
             schedules.check_shares(shares, self.comm.size)
             if self.comm.elastic:
                 raise ValueError(f"{self.what} with shares over an Elastic, whose ranks come and go: leave them out")
-            if not compress.takes_shares:
-                raise ValueError(f"shares are of a dense or rounded sum, and {compress!r} has another: leave them out")
+            if compress:
+                raise ValueError(f"shares are of a sum in full precision, and {compress!r} has another: leave one out")
         reason = "the transport's sum fails for good when a rank dies: leave it out" if native else driver.inelastic
         if self.comm.elastic and reason:
             asked = "native=True" if native else type(driver).__name__

@@ -42,6 +42,8 @@ def check_settings(settings: Mapping[str, Any], what: str, owner: Callable[..., 
         raise ValueError(f"inner_state is {policy!r}, expected one of ('keep', 'average', 'reset')")
     if settings.get("shares") is not None and settings.get("native"):
         raise ValueError("shares are of our own sum, and native=True asks for the transport's: leave one out")
+    if (shares := settings.get("shares")) is not None and not isinstance(shares, list | tuple):
+        raise TypeError(f"shares is {shares!r}, expected a list of numbers, such as shares_by_rate gives")
     if (nbytes := settings.get("bucket_bytes")) is not None:
         whole("bucket_bytes", nbytes, ", or None")
 

@@ -58,7 +58,7 @@ def run_command(argv: Sequence[str]) -> int:
         found = program(options.command, ranks=options.ranks)
         default = Port(up=options.rate, down=options.rate, delay=options.delay)
         lines = [*(lines_of(options.ports) if options.ports else []), *options.rank]
-        ports = ports_of(lines, found.ranks, default)
+        ports = ports_of(lines, found.ranks, default) if found.ranks > 0 else None
         with SlowLink(ranks=found.ranks, ports=ports, congestion=options.congestion) as link:
             print(link.describe(), file=sys.stderr, flush=True)
             done = found.run(link, timeout=options.timeout)

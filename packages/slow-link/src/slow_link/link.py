@@ -59,7 +59,7 @@ class SlowLink(Launcher):
         if ports is not None:
             if len(ports) != ranks:
                 raise ValueError(f"expected one port for each of {ranks} ranks, got {len(ports)}")
-            pairs = itertools.product(range(ranks), repeat=2)
+            pairs = itertools.permutations(range(ranks), 2)
             mbit_per_second = min((min(port.up, port.down) for port in ports), default=mbit_per_second)
             milliseconds = 1e3 * max((between(ports, *pair)[0] for pair in pairs), default=0.0)
         super().__init__(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)
@@ -82,12 +82,15 @@ class SlowLink(Launcher):
 
     def describe(self) -> str:
         """Describes the namespaces, the rates and the delays."""
-        if len(set(self._ports)) > 1:
+        other = "" if self._congestion == namespaces.CONGESTION else f", TCP's congestion control {self._congestion}"
+        beginning = f"emulated: {self.ranks} network namespaces joined by a switch"
+        equal, usual = self._ports[0], Port(up=self._ports[0].up, down=self._ports[0].up, delay=self._ports[0].delay)
+        if any(port != usual for port in self._ports):
             told = "; ".join(f"{rank}: {_told(port)}" for rank, port in enumerate(self._ports))
-            return f"emulated: {self.ranks} network namespaces joined by a switch, unequal ports: {told}"
+            return f"{beginning}, unequal ports: {told}{other}"
         return (
-            f"emulated: {self.ranks} network namespaces joined by a switch, full duplex ports of "
-            f"{8e-6 / self.beta:g} Mbit/s (IP packets of 1,500 bytes), {self.alpha * 1e3:g} ms one way"
+            f"{beginning}, full duplex ports of {equal.up:g} Mbit/s (IP packets of 1,500 bytes), "
+            f"{equal.delay:g} ms one way{other}"
         )
 
     def prefix(self, rank: int) -> list[str]:

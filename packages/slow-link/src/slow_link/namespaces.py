@@ -99,7 +99,7 @@ def check_congestion(name: str) -> None:
     """Raises ValueError for a congestion control that this kernel has not."""
     known = AVAILABLE.read_text().split() if AVAILABLE.exists() else [CONGESTION]
     if name not in known:
-        raise ValueError(f"congestion control {name!r} is not in this kernel, which has {', '.join(known)}")
+        raise ValueError(f"congestion control {name!r} is not loaded here, but {', '.join(known)}: modprobe tcp_{name}")
 
 
 def darken(name: str) -> None:

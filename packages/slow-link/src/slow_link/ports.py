@@ -11,6 +11,7 @@ UNITS = {
     "delay": {"us": 1e-3, "ms": 1.0, "s": 1e3},
     "share": {"%": 1e-2},
 }
+SLOWEST, FASTEST, LONGEST = 1e-3, 1e6, 1e5  # Mbit/s and ms
 EXAMPLES = {"rate": "100mbit or 1gbit", "delay": "1ms or 50us", "share": "0.1%"}
 
 
@@ -40,10 +41,12 @@ class Port:
     region: str = ""
 
     def __post_init__(self) -> None:
-        wrong = not min(self.up, self.down) > 0 or not min(self.delay, self.far) >= 0 or not 0 <= self.loss < 1
-        if wrong or not 0 <= self.jitter <= self.delay:
+        rates = all(SLOWEST <= rate <= FASTEST for rate in (self.up, self.down))
+        delays = all(0 <= delay <= LONGEST for delay in (self.delay, self.far)) and 0 <= self.jitter <= self.delay
+        if not rates or not delays or not 0 <= self.loss < 1:
             raise ValueError(
-                f"expected rates > 0, delays >= 0, a jitter from 0 to the delay and a loss from 0 % to 100 %: {self}"
+                f"expected rates from {SLOWEST:g} to {FASTEST:g} Mbit/s, delays from 0 to {LONGEST / 1e3:g} s, a "
+                f"jitter from 0 to the delay and a loss from 0 % to below 100 %: {self}"
             )
 
 
@@ -89,6 +92,8 @@ def ports_of(lines: Iterable[str], ranks: int, default: Port) -> list[Port]:
             raise ValueError(
                 f"{line.strip()!r}: {error}, as in 3:up=5mbit,down=50mbit,delay=30ms or 0-2:home"
             ) from None
+    if (len({port.region for port in ports}) > 1) != any(port.far for port in ports):
+        raise ValueError("far is the delay between unlike regions, and one without the other has no effect: give both")
     return ports
 
 
@@ -123,17 +128,17 @@ def _ranks(text: str, ranks: int) -> list[int]:
 
 
 def _changed(port: Port, text: str, rank: int, ranks: int) -> Port:
+    changed: dict[str, Any] = {}
     for number, part in enumerate(text.split(",")):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals and number == 0 and name in PRESETS:
             region = f"{2 * rank // ranks}" if PRESETS[name].far else ""
-            port = replace(PRESETS[name], region=region)
+            port, changed = PRESETS[name], {"region": region}
         elif equals and name == "region":
-            port = replace(port, region=value)
+            changed[name] = value
         elif equals and name in KINDS:
-            changed: dict[str, Any] = {name: amount(value, KINDS[name])}
-            port = replace(port, **changed)
+            changed[name] = amount(value, KINDS[name])
         else:
             known = f"settings are {', '.join(field.name for field in fields(Port))}; presets: {', '.join(PRESETS)}"
             raise ValueError(f"expected a preset or NAME=VALUE, got {part.strip()!r}; {known}")
-    return port
+    return replace(port, **changed)

@@ -17,7 +17,8 @@ def paths_of(ports: Sequence[Port], *, handshake: bool = False) -> Callable[[int
     """(source, target) -> what a message costs, for `communicators.SimulatedWorld`.
 
     Bytes are of data: what headers add is in the rates. Jitter is left out: its mean is 0. Where packets are lost, a
-    message goes no faster than TCP (Reno) fills the path.
+    message goes no faster than TCP (Reno) fills the path. A simulated port has one message at a time: where a rank has
+    several under way on long or lossy paths, real ones are sooner.
 
     Args:
         ports: Of all ranks.

@@ -3,9 +3,11 @@
 Every rank sums a share of the vector: all send it their part of that, and it sends the sum to all. With a share s it
 sends and receives n·(1 + (P − 2)·s) elements, so a rank without one sends n, which it must in any case: half of what a
 ring sends. With equal shares all send 2n(P − 1)/P, as in a ring. The vector goes in segments, the sums of one with the
-parts of the next, so that ports are busy in both directions.
+parts of the next, so that ports are busy in both directions. It pays for vectors of megabytes among links that are
+unlike: each segment is a round, which costs a delay.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -55,7 +57,7 @@ def _sum(summands: Sequence[Tensor]) -> Tensor:
 
 def check_shares(shares: Sequence[float], size: int) -> None:
     """Raises ValueError for shares that are not one a rank, from 0 on, with the sum 1."""
-    if len(shares) != size or not min(shares) >= 0 or not abs(sum(shares) - 1) <= 1e-6:
+    if len(shares) != size or not all(share >= 0 for share in shares) or not abs(sum(shares) - 1) <= 1e-6:
         raise ValueError(f"expected {size} shares from 0 on, whose sum is 1, got {list(shares)}")
 
 
@@ -73,16 +75,18 @@ def shares_by_rate(seconds: Sequence[float]) -> list[float]:
     much slower than the others: no sum can take less.
 
     Args:
-        seconds: Seconds per byte of each rank, in the slower of its two directions.
+        seconds: Seconds per byte of each rank, in the slower of its two directions. Where one is 0, as of links that
+            are too fast to be measured, shares are equal; so they are among two ranks, which send all elements once in
+            any case.
 
     Raises:
-        ValueError: Not one positive number a rank.
+        ValueError: Not one finite number from 0 on a rank.
     """
-    size = len(seconds)
-    if not seconds or not min(seconds) > 0:
-        raise ValueError(f"expected one number above 0 a rank, got {list(seconds)}")
-    if size <= 2:
-        return [1 / size] * size  # two ranks send all elements once in any case
+    size, seconds = len(seconds), list(map(float, seconds))
+    if not seconds or not all(0 <= own < math.inf for own in seconds):
+        raise ValueError(f"expected one finite number from 0 on for each rank, got {seconds}")
+    if size <= 2 or not min(seconds):
+        return [1 / size] * size
     low, high = min(seconds), size * max(seconds)
     for _ in range(HALVINGS):
         middle = (low + high) / 2

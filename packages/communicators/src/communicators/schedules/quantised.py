@@ -9,14 +9,12 @@ are the input exactly. Of 8 and 4 bits it is the least that clips nothing. In 2 
 scale is then the one with the least squared error, and what it clips off large elements waits for the next sum.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from communicators.schedule import Payload, Round, Schedule
-from communicators.schedules.by_rate import check_shares, share_bounds
 from communicators.schedules.dense import allgather_blocks, block_bounds
 
 BLOCK = 1024
@@ -44,9 +42,7 @@ class Rounded(NamedTuple):
     dropped: Tensor
 
 
-def quantised_allreduce(
-    x: Tensor, rank: int, size: int, *, bits: int = 8, shares: Sequence[float] | None = None
-) -> Schedule[Rounded]:
+def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Schedule[Rounded]:
     """Sum over ranks of 1-D float32, with Q that rounds to `bits` (8, 4 or 2) block by block.
 
         total ← Q(Σ x or Q(x)) by span; the rank that owns a span adds its own x without rounding
@@ -54,55 +50,38 @@ def quantised_allreduce(
     A split, in which every rank gets its span of all, and a gather of the sums: P − 1 messages in one round, then
     ⌈log P⌉ rounds (Bruck); 2n(P − 1)/P elements of `bits` bits, and the scales. With 2 bits the sums travel in 4, since
     all ranks share their error. Scales are powers of two, so sums of what is rounded and of what is left over are exact
-    where float32 is. shares: of the ranks in the spans (`shares_by_rate`); each then sends its sums to all at once, in
-    one round.
-    Raises ValueError for wrong shares or another number of bits, TypeError for another dtype.
+    where float32 is.
+    Raises ValueError for another number of bits, TypeError for another dtype.
     """
     _check(x, bits)
     if size == 1:
         return Rounded(x.clone(), torch.zeros_like(x))
-    spans = quantised_spans(x.numel(), size, shares)
+    spans = quantised_spans(x.numel(), size)
     dropped = torch.zeros_like(x)
     gives: dict[int, Tensor] = {}
     for peer in [(rank + distance) % size for distance in range(1, size)]:  # not all send to the same one first
         span = slice(*spans[peer])
-        if span.start == span.stop:
-            continue
         gives[peer] = packed(x[span], bits)
         dropped[span] = x[span] - unpacked(gives[peer], len(x[span]), bits)
     own = slice(*spans[rank])
     sends = {peer: Payload.of(given) for peer, given in gives.items()}
-    others = [peer for peer in range(size) if peer != rank and len(x[own])]
-    received = yield Round(sends, dict.fromkeys(others, quantised_nbytes(len(x[own]), bits)))
+    received = yield Round(sends, dict.fromkeys(sends, quantised_nbytes(len(x[own]), bits)))
     total = x[own].clone()
     for peer in sorted(received):
         total += unpacked(received[peer].view(torch.int8), len(total), bits)
     of_sums = max(bits, 4)
-    coded = packed(total, of_sums) if len(total) else torch.empty(0, dtype=torch.int8, device=x.device)
+    coded = packed(total, of_sums)
     dropped[own] = total - unpacked(coded, len(total), of_sums)
     lengths = [high - low for low, high in spans]
     nbytes = [quantised_nbytes(n, of_sums) for n in lengths]
-    gather = allgather_blocks if shares is None else _to_all
-    gathered = yield from gather(coded.view(torch.uint8), nbytes, rank, size)
+    gathered = yield from allgather_blocks(coded.view(torch.uint8), nbytes, rank, size)
     sums = [unpacked(block.view(torch.int8), n, of_sums) for block, n in zip(gathered, lengths, strict=True)]
     return Rounded(torch.cat(sums), dropped)
 
 
-def _to_all(block: Tensor, nbytes: Sequence[int], rank: int, size: int) -> Schedule[list[Tensor]]:
-    """As `allgather_blocks`, each straight to all others."""
-    peers = [peer for peer in range(size) if peer != rank]
-    sends = dict.fromkeys(peers, Payload.of(block)) if nbytes[rank] else {}
-    received = yield Round(sends, {peer: nbytes[peer] for peer in peers if nbytes[peer]})
-    blocks = {peer: payload.view(torch.uint8) for peer, payload in received.items()} | {rank: block}
-    return [blocks.get(peer, block[:0]) for peer in range(size)]
-
-
-def quantised_spans(numel: int, size: int, shares: Sequence[float] | None = None) -> list[tuple[int, int]]:
+def quantised_spans(numel: int, size: int) -> list[tuple[int, int]]:
     """Spans that the ranks sum: whole blocks; the last one may be shorter."""
-    blocks = -(-numel // BLOCK)
-    if shares is not None:
-        check_shares(shares, size)
-    bounds = block_bounds(blocks, size) if shares is None else share_bounds(blocks, shares)
+    bounds = block_bounds(-(-numel // BLOCK), size)
     return [(min(low * BLOCK, numel), min(high * BLOCK, numel)) for low, high in bounds]
 
 

@@ -35,7 +35,8 @@ class SimulatedWorld:
 
     Args:
         size: Number of ranks.
-        link: Seconds per message and per byte, of equal links; or (source, target) -> `Path` of unequal ones.
+        link: Seconds per message and per byte, of equal links; or (source, target) -> `Path` of unequal ones;
+            of a rank with itself, too. A port has one message at a time, its delay included.
         seed: Draws the order of events that happen at the same virtual time.
         slowdown: Per rank, a factor on the time of its computation (`comm.elapse`, `Elapse`); default 1 each.
         jitter: Most seconds that are added to each message, drawn like the order.

@@ -81,17 +81,11 @@ class InChunks(Compression):
     def __bool__(self) -> bool:
         return True
 
-    @property
-    def takes_shares(self) -> bool:
-        return False
-
     def __repr__(self) -> str:
         """Text that is the same on every rank."""
         return f"chunks(density={self.density!r}, decay={self.decay!r})"
 
-    def sum_of(
-        self, parts: Sequence[Part], comm: Communicator, what: str, shares: Sequence[float] | None = None
-    ) -> ChunkMean:
+    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> ChunkMean:
         return ChunkMean(parts, self, comm, what)
 
 
