@@ -28,7 +28,7 @@ from bench.real_ranks import found_by, tell
 from bench.turns import in_turns, seconds_of
 
 JOURNAL = "time-to-quality-seconds.jsonl"
-ALONE, DDP, DENSE = "alone", "torch DDP", "dense"
+ALONE, DDP, DENSE, SELECTION = "alone", "torch DDP", "dense", "gtopk"
 FIRST, TURNS = 3, 3  # steps before all turns, and turns that are measured, after one that is not
 NO_WARM_UP = 4  # steps of a training, of which a tenth is none
 LIMIT = 3600  # seconds that all ways of a cell may take
@@ -59,11 +59,11 @@ class Case(NamedTuple):
 
 
 def phases(run: Run) -> list[Case]:
-    """The case of each step."""
+    """The case of each step; dense steps of all selections in full precision are one case."""
     way, tenth = WAYS[run.way], max(2, run.steps // WARM_UP)
     if way.by == "ours" and way.selects:
-        density = WarmUp.recommended(run.density, run.steps)
-        return [Case(run.way, density(step)) for step in range(run.steps)]
+        density, dense = WarmUp.recommended(run.density, run.steps), run.way if "int8" in run.way else SELECTION
+        return [Case(dense if density(step) == 1 else run.way, density(step)) for step in range(run.steps)]
     first = {"torch": DDP, "ours": DENSE}.get(way.by, run.way)
     warms = "powersgd" in run.way.lower() or run.way == torch_hooks.LOCAL
     return [Case(first if warms and step < tenth else run.way, run.density) for step in range(run.steps)]

@@ -13,6 +13,7 @@ from data_parallel import DistributedOptimizer, SparseHookState
 from local_sgd import DiLoCo, SparseLoCo
 from replicas import MuonAdamW, refuse_unlike
 from sparse_collectives import ALGORITHMS, Handling
+from sparse_collectives.prediction import step_seconds
 from thinwire.__main__ import main
 from thinwire.advice import accuracy
 from thinwire.advice.measuring import Trained
@@ -362,3 +363,15 @@ def test_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["slow-link", "check", "--ranks", "3"])
     assert ended.value.code == 2
+
+
+def test_a_warm_up_goes_in_int8_on_a_wire_of_int8():
+    """A tenth of the steps are those of dense-int8, the others the selection's."""
+    merging = dict.fromkeys([*ALGORITHMS, "gtopk in int8-packed"], 1e-8)
+    found = situation(handling={0.01: Handling(1e-9, {}, merging)})
+    told = {(step.prediction.algorithm, step.prediction.wire): step for step in found.predictions()}
+    int8 = BY_NAME["dense-int8"].predict(found.shapes, size=found.ranks, link=found.link, work=found.work["dense-int8"])
+    whole = step_seconds(int8, compute=found.compute, backward=0.0)
+    one = told["gtopk", "int8-packed"]
+    assert one.mean == pytest.approx(0.1 * whole + 0.9 * one.seconds)
+    assert whole < 0.5 * told["dense", "fp32"].seconds
