@@ -40,6 +40,8 @@ def test_a_curve_reaches_the_goal_between_two_scores():
 
 def test_phases_are_dense_where_a_way_begins_so():
     assert phases(run_of("gtopk", 0.01)) == [Case("gtopk", 1.0)] * 10 + [Case("gtopk", 0.01)] * 90
+    assert phases(run_of("spardl", 0.01))[9:11] == [Case("gtopk", 1.0), Case("spardl", 0.01)]
+    assert phases(run_of("gtopk int8-packed", 0.01))[9:11] == [Case("gtopk int8-packed", d) for d in (1.0, 0.01)]
     assert (
         phases(run_of("torch PowerSGD hook rank 4"))
         == [Case("torch DDP")] * 10 + [Case("torch PowerSGD hook rank 4")] * 90
