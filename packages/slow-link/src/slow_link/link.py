@@ -157,7 +157,7 @@ class SlowLink(Launcher):
         return any(port.loss for port in self._ports)
 
     def _lines(self) -> dict[str, list[Any]]:
-        """What `switch.Lines` is made of."""
+        """Fields of `switch.Lines`."""
         every = range(self.ranks)
         pairs = [[between(self._ports, source, target) for target in every] for source in every]
         delay, jitter, loss = ([[pair[place] for pair in row] for row in pairs] for place in range(3))
