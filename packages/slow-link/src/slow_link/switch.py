@@ -55,7 +55,7 @@ ARRIVES = -1.0
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines between the ranks. up, down: seconds per byte of each; delay, jitter, loss: [source][target], in seconds."""
+    """Lines between ranks. up, down: seconds per byte of each; delay, jitter, loss: [source][target], in seconds."""
 
     up: Sequence[float]
     down: Sequence[float]
