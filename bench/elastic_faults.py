@@ -150,7 +150,9 @@ def _cut(link: Launcher, place: int) -> Iterator[None]:
     yield
     own, name = [*link.prefix(place), "ip"], namespaces.DEVICE
     namespaces.call(*own, "link", "set", name, "up")
-    namespaces.call(*own, "route", "change", "10.77.0.0/24", "dev", name, *namespaces.TCP)
+    namespaces.call(
+        *own, "route", "change", "10.77.0.0/24", "dev", name, "congctl", namespaces.CONGESTION, *namespaces.WINDOW
+    )
 
 
 def _wait_for_all(teams: Sequence[Team], ranks: int) -> None:

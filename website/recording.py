@@ -84,7 +84,7 @@ def record(body: Callable[[Communicator, Recording], Any], *, size: int = 4, lin
 
             def arrived() -> None:
                 nbytes = message.payload.wire_nbytes
-                began = loop.now - self._seconds_for(nbytes)
+                began = loop.now - max(self._seconds_for(message.source, message.target, nbytes))
                 recording.sent.append(Sent(message.source, message.target, nbytes, began, loop.now))
                 delivered()
 
