@@ -63,7 +63,9 @@ AGAINST = "a simulated world with the same ports, and TCP's formula where packet
 def main(argv: Sequence[str] = ()) -> int:
     """Measures, prints the table; the exit status is 1 where a ratio is not good, 2 where there is no link."""
     parser = parser_of("wide-area", __doc__, full="all ports, a million elements")
-    parser.add_argument("--ports", nargs="+", choices=PORTS, metavar="NAME", help=", ".join(map(repr, PORTS)))
+    parser.add_argument(
+        "--ports", nargs="+", choices=PORTS, metavar="NAME", help=", ".join(map(repr, PORTS)).replace("%", "%%")
+    )
     parser.add_argument("--numel", type=int, help="default 100,000; full 1,000,000")
     parser.add_argument("--repeats", type=int, default=5, help="of each exchange; default 5")
     options = asked(parser, argv, ports=(QUICK, list(PORTS)), numel=(100_000, 1_000_000))
