@@ -19,8 +19,10 @@ from communicators import (
     as_communicator,
     barrier,
     broadcast,
+    measure_paths,
     run,
     schedules,
+    shares_by_rate,
     start,
     testing,
 )
@@ -40,6 +42,21 @@ def dense_laws(comm):
                 integers(comm, numel, numel),
                 comm=comm,
             )
+
+
+def by_rate_laws(comm):
+    """With unequal shares, in one segment and in several; and paths are the same on all ranks."""
+    shares = [2 * rank / (comm.size * (comm.size - 1)) if comm.size > 1 else 1.0 for rank in range(comm.size)]
+    for numel in (0, 1, 7, 1000, 1 << 18):
+        testing.check_laws(
+            lambda c, x: run(schedules.by_rate_allreduce(x, c.rank, c.size, shares), c),
+            integers(comm, numel, numel),
+            comm=comm,
+        )
+    paths = measure_paths(comm, nbytes=1 << 12, repeats=1)
+    told = torch.tensor([*paths.up, *paths.down], dtype=torch.float64)
+    assert all(torch.equal(each, told) for each in allgather(told, comm))
+    schedules.check_shares(shares_by_rate(paths.slower), comm.size)
 
 
 def dense_calls(comm):
@@ -230,6 +247,7 @@ def world(comm):
 
 LAWS = [
     dense_laws,
+    by_rate_laws,
     dense_calls,
     background,
     background_leaves_others_alone,

@@ -1,5 +1,6 @@
 """Ranks with unequal shares in the sums: the model is the same for all, and nothing of the training changes."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -53,6 +54,38 @@ def test_the_model_is_the_same_on_all_ranks_and_near_that_of_equal_shares(way):
 def test_the_bits_do_not_depend_on_the_shares(way):
     one, other = trained(WAYS[way], [0.0, 0.25, 0.75]), trained(WAYS[way], [1 / 3] * 3)
     assert all(torch.equal(model, other[0][0]) for model, _ in one)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_goes_on_with_other_shares_and_the_same_bits(way):
+    """Saved in the middle of a block."""
+
+    def on_rank(comm, shares):
+        generator = torch.Generator().manual_seed(comm.rank)
+        inputs = torch.randn(STEPS, 5, 40, generator=generator)
+        saved = None
+        for part, own in zip((inputs[:3], inputs[3:]), shares, strict=True):
+            model = torch.nn.Linear(40, 30)
+            torch.nn.init.constant_(model.weight, 0.1)
+            torch.nn.init.zeros_(model.bias)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = WAYS[way](sgd, comm=comm, sync_every=2, shares=own)
+            if saved is not None:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            for batch in part:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.average()
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.finish()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    one, other = [0.0, 0.25, 0.75], [0.5, 0.5, 0.0]
+    kept = SimulatedWorld(SIZE).run(lambda comm: on_rank(comm, [one, one]))
+    changed = SimulatedWorld(SIZE).run(lambda comm: on_rank(comm, [one, other]))
+    assert all(torch.equal(model, kept[0]) for model in [*kept, *changed])
 
 
 def test_who_has_no_share_sends_half_as_much():

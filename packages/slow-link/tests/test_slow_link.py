@@ -217,7 +217,9 @@ def arrivals(switch, sent):
         switch.take(source, packet(nbytes, target), now)
     found = []
     while switch._travelling:
-        found += [(target, wire_bytes(data), when) for when, target, data in switch.next_arrived()]
+        if arrived := switch.next_arrived():
+            when, target, data = arrived
+            found.append((target, wire_bytes(data), when))
     return found
 
 

@@ -62,11 +62,10 @@ def measure_paths(comm: Any, *, nbytes: int = 1 << 19, repeats: int = 3) -> Path
         _answered(comm, peer, 0, first=rank < peer)  # both are here
         small = statistics.median(_answered(comm, peer, 0, first=rank < peer) for _ in range(repeats))
         for sender in sorted((rank, peer)):
-            large = [_answered(comm, peer, nbytes, first=rank == sender) for _ in range(repeats + 1)][
-                1:
-            ]  # TCP's window
+            _answered(comm, peer, nbytes, first=rank == sender)  # TCP's window grows
+            large = statistics.median(_answered(comm, peer, nbytes, first=rank == sender) for _ in range(repeats))
             if rank == sender and peer < size:
-                found[0, peer], found[1, peer] = small / 2, max(0.0, statistics.median(large) - small) / nbytes
+                found[0, peer], found[1, peer] = small / 2, max(0.0, large - small) / nbytes
     rows = torch.stack(allgather(found.to(comm.device).view(-1), comm)).cpu().view(size, 2, size)
     alpha, beta = rows[:, 0], rows[:, 1]
     beta.fill_diagonal_(torch.inf)

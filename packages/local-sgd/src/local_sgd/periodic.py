@@ -98,7 +98,8 @@ class PeriodicAveraging(Wrapping):
         policies = {name: settings.get(name, "keep") for name in ("buffers", "inner_state")}
         switches = {name: bool(settings.get(name)) for name in ("weighted", "native")}
         self._said = {**rule.shared(), **policies, **switches, **self._driver.facts()}
-        agreed = {**self._said, "bucket_bytes": settings.get("bucket_bytes"), "shares": settings.get("shares")}
+        agreed = {**self._said, "bucket_bytes": settings.get("bucket_bytes")}
+        agreed |= {"shares": [float(share) for share in settings.get("shares") or ()]}
         agreed |= {name: "default" for name in rule.defaults if name in agreed}  # newcomers have another one
         text = ", ".join(f"{name}={value!r}" for name, value in agreed.items())
         self.start_alike(text, model=model, broadcast=settings.get("broadcast", True))

@@ -49,8 +49,6 @@ SPIN_SECONDS = 100e-6
 """Time spent polling the clock before a packet that travels alone is due: timers are late by as much."""
 
 REALTIME_PRIORITY = 10
-ARRIVES = -1.0
-"""In place of a time: the packet has had its turn at its receiver's port."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Switch:
         self._ports, self._lines = list(ports), lines
         self._left, self._arrived = [0.0] * len(ports), [0.0] * len(ports)
         self._there = [[0.0] * len(ports) for _ in ports]
-        self._travelling: list[tuple[float, int, int, float, bytes]] = []  # when, order, target, not before, packet
+        self._travelling: list[tuple[float, int, int, float | None, bytes]] = []  # when, order, target, soonest, packet
         self._taken, self._draw = 0, random.Random(seed).random
         self._flip_every, self._large = flip_every, 0
 
@@ -102,9 +100,10 @@ class Switch:
         slower = max(0.0, lines.down[target] - lines.up[source])
         self._push(there, target, there + nbytes * slower, packet)
 
-    def _push(self, when: float, target: int, not_before: float, packet: bytes) -> None:
+    def _push(self, when: float, target: int, soonest: float | None, packet: bytes) -> None:
+        """Has a packet go on at that time. soonest: when it may arrive; None: it has had its turn at the port."""
         self._taken += 1
-        heapq.heappush(self._travelling, (when, self._taken, target, not_before, packet))
+        heapq.heappush(self._travelling, (when, self._taken, target, soonest, packet))
 
     def _drain(self, source: int, port: int) -> None:
         for _ in range(READS):
@@ -124,21 +123,22 @@ class Switch:
                 return wait - spin
             if wait > 0:
                 continue
-            for _, target, packet in self.next_arrived():
+            if arrived := self.next_arrived():
+                _, target, packet = arrived
                 with contextlib.suppress(OSError):  # a full or closed device loses a packet, as a real one would
                     os.write(self._ports[target], packet)
         return None
 
-    def next_arrived(self) -> list[tuple[float, int, bytes]]:
-        """Takes the next event: when, where and what arrives with it, if anything does."""
-        when, _, target, not_before, packet = heapq.heappop(self._travelling)
-        if not_before >= 0:  # it is at its receiver's port now, and may have to wait there
+    def next_arrived(self) -> tuple[float, int, bytes] | None:
+        """Takes the next event: when, where and what arrives; None for a packet that waits at its receiver's port."""
+        when, _, target, soonest, packet = heapq.heappop(self._travelling)
+        if soonest is not None:
             duration = wire_bytes(packet) * self._lines.down[target]
-            arrival = self._arrived[target] = max(not_before, self._arrived[target] + duration)
+            arrival = self._arrived[target] = max(soonest, self._arrived[target] + duration)
             if arrival > when:
-                self._push(arrival, target, ARRIVES, packet)
-                return []
-        return [(when, target, self._corrupted(packet))]
+                self._push(arrival, target, None, packet)
+                return None
+        return when, target, self._corrupted(packet)
 
     def _corrupted(self, packet: bytes) -> bytes:
         if not self._flip_every or len(packet) < LARGE_BYTES:

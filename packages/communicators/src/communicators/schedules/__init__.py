@@ -5,7 +5,7 @@
 """
 
 from communicators.schedule import among, largest_power_of_two, powers_of_two
-from communicators.schedules.by_rate import by_rate_allreduce, check_shares, share_bounds, shares_by_rate
+from communicators.schedules.by_rate import by_rate_allreduce, check_shares, shares_by_rate
 from communicators.schedules.dense import (
     RING_NBYTES,
     allgather,
@@ -38,6 +38,5 @@ __all__ = [
     "quantised_nbytes",
     "quantised_spans",
     "ring_allreduce",
-    "share_bounds",
     "shares_by_rate",
 ]
