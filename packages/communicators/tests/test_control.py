@@ -184,6 +184,23 @@ def test_a_rank_that_was_stopped_after_its_request_hears_before_it_takes_the_nex
     assert rank.abort_reason == "second"
 
 
+def test_an_arbiter_that_gets_no_time_to_run_for_two_seconds_still_decides(clock):
+    """As on a busy machine: the next one would decide beside it, with what it knows of who waits."""
+    rank = Control(Sender(1, 3))
+    rank.transport.read_control, rank.transport.unreachable = list, list
+    requested = RequestedAbort(rank, "timed out: mine")
+    for _ in range(round(2.0 / LISTEN_SECONDS)):
+        clock.now += LISTEN_SECONDS
+        rank.listen()
+        assert not requested.settled()
+    assert rank.arbiter == 0
+    arbiter = Control(Sender(0, 3))
+    arbiter.request_abort("the arbiter's")
+    rank.receive(arbiter.transport.sent[0][1])
+    assert requested.settled()
+    assert rank.abort_reason == "the arbiter's"
+
+
 def test_without_an_answer_a_rank_that_was_stopped_raises_its_own_reason_at_last(clock):
     rank = Control(Sender(2, 3))
     requested = RequestedAbort(rank, "mine", patience=0.8)

@@ -37,7 +37,8 @@ CHECK_BYTES = 4
 ABORT_SECONDS = 5.0
 """Wait for an abort reason, after which a rank raises its own.
 
-After half of it all ranks are asked for one, after three quarters the next arbiter.
+After half of it all ranks are asked for one, after three quarters the next arbiter: the arbiter may only have had no
+time to run, on a busy machine for over a second, and would decide too.
 """
 STALL_SECONDS = 0.25
 """Time without reading control messages from which on a rank takes itself to have been stopped."""
@@ -277,12 +278,11 @@ class RequestedAbort:
     """Abort that this rank has requested.
 
     reason: this rank's own; the agreed one, `control.abort_reason`, may be another rank's.
-    patience: seconds, default ABORT_SECONDS.
+    patience: seconds.
     """
 
-    def __init__(self, control: Control, reason: str, *, patience: float | None = None) -> None:
+    def __init__(self, control: Control, reason: str, *, patience: float = ABORT_SECONDS) -> None:
         self.reason, self._control = reason, control
-        patience = ABORT_SECONDS if patience is None else patience
         begin = time.monotonic()
         self._steps = [(begin + patience / 2, control.ask), (begin + patience * 3 / 4, self._take_the_next_arbiter)]
         self._end, self._deaf_since = begin + patience, math.inf

@@ -21,7 +21,7 @@ from torch import Tensor
 from communicators import errors
 from communicators.background.agreement import agreement
 from communicators.background.call import Call, NativeSum
-from communicators.background.control import TIMED_OUT, Control, RequestedAbort, depart
+from communicators.background.control import ABORT_SECONDS, TIMED_OUT, Control, RequestedAbort, depart
 from communicators.background.engine import SPIN_SECONDS, Driven, Engine, engine
 from communicators.background.sends import GRACE_SECONDS, UnsentMessages
 from communicators.background.signals import TransportSignals
@@ -43,10 +43,8 @@ REPORT_SECONDS = 2.0
 """Wait after which a rank tells its peers what it waits for."""
 RETIRE_SECONDS = 1.0
 """Longest time that messages of a retired communicator may take to be sent."""
-LATE_ABORT_SECONDS = 0.8
-"""Wait for an abort reason by a rank that has waited for its whole time-out."""
 HASTY_ABORT_SECONDS = 0.2
-"""The same where the communicator is `hasty`."""
+"""Wait for an abort reason after a time-out where the communicator is `hasty`."""
 CPU = torch.device("cpu")
 _NO_STREAM = nullcontext()
 
@@ -172,7 +170,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
             self._request_abort(errors.lost(self._lost.peer), self._lost.error)
         elif waited > self._timeout:
-            patience = HASTY_ABORT_SECONDS if self.comm.hasty else LATE_ABORT_SECONDS
+            patience = HASTY_ABORT_SECONDS if self.comm.hasty else ABORT_SECONDS
             self._request_abort(f"{TIMED_OUT} after {self._timeout:g} s: {waiting}", patience=patience)
 
     def abandon(self, error: BaseException | None = None) -> None:
@@ -242,7 +240,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 self.comm.count(nbytes, len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
-    def _request_abort(self, reason: str, cause: BaseException | None = None, *, patience: float | None = None) -> None:
+    def _request_abort(self, reason: str, cause: BaseException | None = None, *, patience: float = ABORT_SECONDS) -> None:
         self._cause = cause
         self.progressed = time.monotonic()
         self._requested = RequestedAbort(self.control, reason, patience=patience)
