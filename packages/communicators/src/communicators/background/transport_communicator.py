@@ -240,7 +240,9 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 self.comm.count(nbytes, len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
-    def _request_abort(self, reason: str, cause: BaseException | None = None, *, patience: float = ABORT_SECONDS) -> None:
+    def _request_abort(
+        self, reason: str, cause: BaseException | None = None, *, patience: float = ABORT_SECONDS
+    ) -> None:
         self._cause = cause
         self.progressed = time.monotonic()
         self._requested = RequestedAbort(self.control, reason, patience=patience)
