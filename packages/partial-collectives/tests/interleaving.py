@@ -36,6 +36,7 @@ class Case:
             goes on as drawn from the seed.
         deaths: Ranks that may die, at any time.
         rejoin: At every meeting of all that live those that have died come back, from the state of the lowest one.
+        fragments: How many take turns. Of several, every rank gives one more gradient to each before it meets or ends.
     """
 
     size: int
@@ -47,6 +48,7 @@ class Case:
     choices: tuple[int, ...] = ()
     deaths: tuple[int, ...] = ()
     rejoin: bool = False
+    fragments: int = 1
 
     @property
     def line(self) -> str:
@@ -91,7 +93,7 @@ class Rank:
         self.machine = machine
         self.ahead = list(ahead)
         self.given = 0
-        self.acc: list[tuple[int, int]] = []
+        self.acc: dict[int, list[tuple[int, int]]] = {}  # by fragment
         self.results: list[Applied] = []  # to be applied
         self.applied: list[Applied] = []
         self.ended: list[Ended] = []
@@ -107,6 +109,11 @@ class Rank:
         """Nothing is left to do for it."""
         return self.doing == "ends" and self.machine.over and self.recovers is None
 
+    def give(self, fragment: int) -> None:
+        """A gradient."""
+        self.acc.setdefault(fragment, []).append((self.machine.rank, self.given))
+        self.given += 1
+
     def apply(self) -> None:
         """What it has got."""
         self.applied += self.results
@@ -118,11 +125,14 @@ class Play:
 
     def __init__(self, case: Case, machine: type[Machine] = Machine) -> None:
         self.case, self._kind = case, machine
-        self._rules = Rules(case.quorum, case.max_staleness, case.grace, case.seed)
+        self._rules = Rules(case.quorum, case.max_staleness, case.grace, case.seed, case.fragments)
         self.ranks = [Rank(machine(rank, case.size, self._rules), case.steps[rank]) for rank in range(case.size)]
         self.signals: Counter[tuple[int, int, Kind, int]] = Counter()  # source, target, kind, round
         self.tried: dict[Attempt, dict[int, Entered]] = {}
         self.recovering: dict[frozenset[int], dict[int, Ended | None]] = {}  # what each rank has ended last
+        self.at_rest: set[tuple[int, int]] = (
+            set()
+        )  # rounds, and ranks that entered them without more steps, or are gone
         self.begun_anew: set[int] = set()  # rounds at which ranks went on without another one
         self.to_die = list(case.deaths)
         self.events = 0
@@ -189,13 +199,15 @@ class Play:
         rank = self.ranks[number]
         if rank.ahead[0] == 0:
             rank.ahead.pop(0)
-            rank.doing = "meets" if rank.ahead else "ends"
             rank.apply()
-            self._do(number, rank.machine.rested(Stage.PAUSED if rank.ahead else Stage.FINISHED))
+            fragments = range(self.case.fragments if self.case.fragments > 1 else 0)
+            for fragment in fragments:
+                rank.give(fragment)
+            rank.doing = "meets" if rank.ahead else "ends"
+            self._do(number, rank.machine.rested(Stage.PAUSED if rank.ahead else Stage.FINISHED, fragments))
             return
         rank.ahead[0] -= 1
-        rank.acc.append((number, rank.given))
-        rank.given += 1
+        rank.give(rank.machine.next_fragment)
         behind = bool(rank.results)
         rank.doing = "computes" if behind else "waits"
         rank.apply()
@@ -254,7 +266,8 @@ class Play:
             ended = last
             self._get(number, ended, lambda: rank.machine.recovered(ended[0]))
         else:
-            rank.acc = [*brought, *rank.acc]
+            fragment = len(rank.ended) % self.case.fragments
+            rank.acc[fragment] = [*brought, *rank.acc.get(fragment, [])]
             self._do(number, rank.machine.recovered(None))
 
     def _rejoin(self) -> None:
@@ -273,7 +286,7 @@ class Play:
             rank.machine.restore(states.get(number, states[min(states)]))
             rank.doing, rank.grace, rank.entered, rank.recovers = "computes", None, None, None
             if not rank.alive:
-                rank.alive, rank.acc, rank.results = True, [], []
+                rank.alive, rank.acc, rank.results = True, {}, []
                 rank.applied, rank.ended = list(donor.applied), list(donor.ended)
                 rank.ahead = rank.ahead[-len(donor.ahead) :]
 
@@ -313,12 +326,15 @@ class Play:
         self._demand(rank.entered is None, f"rank {number} enters round {join.round} before the last is over")
         self._demand(rank.recovers is None, f"rank {number} enters round {join.round} while it recovers")
         self._demand(join.round == len(rank.ended), f"rank {number} enters round {join.round} out of turn")
-        self._demand(join.contributes == bool(rank.acc), f"rank {number} says the wrong thing of what it brings")
+        brings = rank.acc.pop(join.round % self.case.fragments, [])
+        self._demand(join.contributes == bool(brings), f"rank {number} says the wrong thing of what it brings")
         stage = {"meets": Stage.PAUSED, "met": Stage.PAUSED, "ends": Stage.FINISHED}.get(rank.doing, Stage.RUNNING)
+        if stage is not Stage.RUNNING:
+            self.at_rest.add((join.round, number))
+        stage = Stage.RUNNING if any(rank.acc.values()) else stage
         self._demand(join.stage is stage, f"rank {number} is {stage.name}, but says {join.stage.name}")
         header = Header(join.stage, join.contributes, join.fresh)
-        rank.entered, rank.brought = (join.round, rank.machine.members), tuple(rank.acc)
-        rank.acc = []
+        rank.entered, rank.brought = (join.round, rank.machine.members), tuple(brings)
         entered = Entered(header, rank.brought, rank.machine.coordinator)
         self.tried.setdefault(rank.entered, {})[number] = entered
 
@@ -326,6 +342,7 @@ class Play:
         entered = self.tried[attempt]
         gone = Header(Stage.GONE)
         headers = [entered[r].header if r in entered else gone for r in range(self.case.size)]
+        self.at_rest |= {(attempt[0], r) for r, header in enumerate(headers) if header.stage is Stage.GONE}
         drawn = {one.coordinator for one in entered.values()}
         self._demand(len(drawn) == 1, f"ranks draw different coordinators: {drawn}")
         gradients = tuple(gradient for r in sorted(entered) for gradient in entered[r].gradients)
@@ -336,7 +353,7 @@ class Play:
     def _check_round(self, headers: Sequence[Header], result: Applied) -> None:
         """Its quorum was there; where somebody died it may have begun before."""
         case = self.case
-        rested = {r for r, header in enumerate(headers) if header.stage is not Stage.RUNNING}
+        rested = {r for r in range(case.size) if (result.round, r) in self.at_rest}
         here = set(result.fresh) | rested
         if result.round in self.begun_anew:
             return
@@ -349,9 +366,9 @@ class Play:
     def _check_staleness(self, rounds: Sequence[Ended]) -> None:
         """Nobody has stayed away too long."""
         away = [0] * self.case.size
-        for headers, _ in rounds:
+        for headers, result in rounds:
             for r, header in enumerate(headers):
-                away[r] = 0 if header.contributes or header.stage is not Stage.RUNNING else away[r] + 1
+                away[r] = 0 if header.contributes or (result.round, r) in self.at_rest else away[r] + 1
                 self._demand(away[r] <= self.case.max_staleness, f"rank {r} missed {away[r]} rounds in a row")
 
     def _check_end(self) -> None:
@@ -363,13 +380,15 @@ class Play:
         given = Counter((r, step) for r, rank in enumerate(self.ranks) for step in range(rank.given))
         certain = Counter(one for one in given if one[0] in living and one[0] not in self.case.deaths)
         if living:
-            self._demand(all(not rank.acc for rank in living.values()), "gradients are left behind")
+            self._demand(not any(any(rank.acc.values()) for rank in living.values()), "gradients are left behind")
             self._demand(certain <= applied <= given, f"lost or doubled: {certain - applied}, {applied - given}")
         expected = [result for _, result in rounds if result.contributors]
         for r, rank in living.items():
             self._demand(rank.applied == expected, f"rank {r} applied other rounds, or in another order")
             if r not in self.case.deaths:
-                self._demand(rank.given == sum(self.case.steps[r]), f"rank {r} did not make all of its steps")
+                steps, fragments = self.case.steps[r], self.case.fragments
+                expected_of = sum(steps) + (len(steps) * fragments if fragments > 1 else 0)
+                self._demand(rank.given == expected_of, f"rank {r} did not make all of its steps")
 
     def _demand(self, holds: bool, what: str) -> None:
         if not holds:
@@ -400,6 +419,7 @@ def random_case(draw: random.Random, size: int) -> Case:
         steps=tuple(tuple(draw.randint(0, 5) for _ in range(meetings)) for _ in range(size)),
         deaths=tuple(draw.sample(range(size), draw.randint(1, size))) if dying else (),
         rejoin=draw.random() < 0.5,
+        fragments=draw.choice([1, 1, 2, 3]),
     )
 
 

@@ -265,7 +265,7 @@ def test_of_a_peers_state_its_own_gradients_stay_with_it():
 
     saved = {}
     SimulatedWorld(2).run(before)
-    assert [saved[rank]["deposits"]["count"] for rank in range(2)] == [0, 1]
+    assert [saved[rank]["deposits"][0]["count"] for rank in range(2)] == [0, 1]
     assert SimulatedWorld(2).run(after) == [1.0, 1.0]
 
 

@@ -376,7 +376,7 @@ def test_gradients_and_rounds_that_nobody_has_applied_yet_come_back():
         barrier(comm)  # closing goes on with rounds
         optimizer.close()
         rounds = state[STATE_KEY]["rounds"]
-        return file.getvalue(), optimizer.applied, rounds["deposits"]["count"], len(rounds["results"])
+        return file.getvalue(), optimizer.applied, rounds["deposits"][0]["count"], len(rounds["results"])
 
     def resumes(comm):
         model = network(seed=9)

@@ -189,7 +189,7 @@ def test_a_state_goes_on_exactly():
 
     saved = SimulatedWorld(3).run(before)
     assert len({state["machine"]["round"] for state, _ in saved}) == 1
-    assert any(state["deposits"]["count"] for state, _ in saved)
+    assert any(state["deposits"][0]["count"] for state, _ in saved)
     assert SimulatedWorld(3).run(after) == [sum(1 + step for step in range(4)) * 2 + 40 + 21.0] * 3
 
 
@@ -315,7 +315,7 @@ def test_after_a_meeting_states_are_of_one_round_whoever_goes_on_first():
     outcomes = SimulatedWorld(3).run(body)
     machines = [state["machine"] for _, state, _ in outcomes]
     assert machines[0] == machines[1] == machines[2]
-    assert all(not state["results"] and not state["deposits"]["count"] for _, state, _ in outcomes)
+    assert all(not state["results"] and not state["deposits"][0]["count"] for _, state, _ in outcomes)
     assert len({tuple(got[-1:]) for got, _, _ in outcomes}) == 1
 
 

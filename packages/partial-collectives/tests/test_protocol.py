@@ -29,6 +29,7 @@ def cases(draw, most_ranks=8):
         choices=tuple(draw(st.lists(st.integers(0, 1 << 16), max_size=120))),
         deaths=tuple(draw(st.lists(st.integers(0, size - 1), unique=True, max_size=size))),
         rejoin=draw(st.booleans()),
+        fragments=draw(st.sampled_from([1, 1, 2, 3])),
     )
 
 

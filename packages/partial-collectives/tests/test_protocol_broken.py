@@ -10,11 +10,11 @@ import pytest
 from interleaving import BrokenRuleError, Play, case_of, random_case
 from partial_collectives.protocol import machine
 
-MOST = 2000
+MOST = 6000
 BROKEN = {
     "what is deposited during a round is taken for its own": (
         "        self.round += 1\n        self.joined = False",
-        "        self.round += 1\n        self.joined = self._holds = False",
+        "        self.round += 1\n        self.joined = False\n        self._held.clear()",
     ),
     "who ends is no arrival": ("(self._waits or at_rest)", "self._waits"),
     "draws are among all ranks": (
@@ -22,10 +22,10 @@ BROKEN = {
         "self.rules.drawn(self.round, range(self.size))",
     ),
     "those that have ended are waited for": (
-        " and not self._holds and self.stage is Stage.RUNNING",
-        " and not self._holds",
+        " and self._fragment not in self._held and self.stage is Stage.RUNNING",
+        " and self._fragment not in self._held",
     ),
-    "staleness has no bound": ("return behind and not self._holds and", "return False and"),
+    "staleness has no bound": ("return behind and self._fragment not in self._held and", "return False and"),
     "one round more may be missed": (">= self.rules.max_staleness", "> self.rules.max_staleness"),
     "signals of the next round are forgotten": (
         "elif round_ >= self.round:",
@@ -60,8 +60,8 @@ BROKEN = {
         "self._actions += []",
     ),
     "who brings something says that it does not": (
-        "Join(self.round, self.stage, self._holds,",
-        "Join(self.round, self.stage, self._holds and self._waits,",
+        "Join(self.round, stage, self._brought,",
+        "Join(self.round, stage, self._brought and self._waits,",
     ),
     "the run is over once this rank has finished": (
         "return not self.unfinished",
@@ -74,12 +74,12 @@ BROKEN = {
         "        if False:\n            self._begin()",
     ),
     "what was brought to a round that nobody has ended is forgotten": (
-        "self._holds = self._holds or (self.joined and self._brought)",
-        "self._holds = self._holds",
+        "                self._held.add(self._fragment)",
+        "                pass",
     ),
     "what was brought to a round that others have ended is brought again": (
         "        else:\n            self._end_round(headers)\n        self.unfinished",
-        "        else:\n            self._end_round(headers)\n            self._holds = True\n        self.unfinished",
+        "        else:\n            self._end_round(headers)\n            self._held.add(0)\n        self.unfinished",
     ),
     "arrivals are not told to the next coordinator": ("        self._announced = NEVER  # to", "        pass  # to"),
     "those that are gone are drawn": (
@@ -90,6 +90,14 @@ BROKEN = {
     "the next round begins before it is known which are over": (
         "not self.over and not self.recovering",
         "not self.over",
+    ),
+    "a rank that holds something for another fragment says that it has ended": (
+        "stage = Stage.RUNNING if self._held else self.stage",
+        "stage = self.stage",
+    ),
+    "what is for another fragment is said to be brought": (
+        "self._brought = True, self._fragment in self._held",
+        "self._brought = True, bool(self._held)",
     ),
     "those that come back are not waited for to finish": (
         'back.union(state["unfinished"])',
@@ -131,4 +139,4 @@ def test_without_a_rule(rule, monkeypatch):
 
 def test_with_all_rules():
     """More of them: test_protocol.py."""
-    assert first_failure(machine.Machine, most=MOST // 5) is None
+    assert first_failure(machine.Machine, most=MOST // 15) is None

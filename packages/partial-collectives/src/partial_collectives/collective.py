@@ -14,21 +14,30 @@ from partial_collectives.protocol.events import Header, Stage
 _HEADER = struct.Struct("<BBBdqBdq")
 
 
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+
+
 def partial_round(
-    header: Header, tensors: Sequence[Tensor] | None, like: Sequence[Tensor], rank: int, size: int
-) -> Schedule[tuple[list[Header], list[Tensor]]]:
+    header: Header, tensors: Sequence[Tensor], bits: int | None, rank: int, size: int
+) -> Schedule[tuple[list[Header], list[Tensor], list[Tensor]]]:
     """All headers in rank order, and the sums over ranks, the same bits on all of them; none where nobody contributes.
 
-    tensors: 1-D, what this rank brings; None is zeros. like: of the same sizes and dtypes.
+    tensors: 1-D, what this rank brings, or zeros. bits: of an element on the way; None: as it is. The third list is
+    what rounding to them has left out, which is this rank's to give again; empty without `bits`.
     """
     blocks = yield from schedules.allgather_blocks(packed(header), [_HEADER.size] * size, rank, size)
     headers = [unpacked(block) for block in blocks]
     if not any(header.contributes for header in headers):
-        return headers, []
-    totals = []
-    for own in tensors or map(torch.zeros_like, like):
-        totals.append((yield from schedules.allreduce(own, rank, size)))
-    return headers, totals
+        return headers, [], []
+    totals, dropped = [], []
+    for own in tensors:
+        if bits is None:
+            totals.append((yield from schedules.allreduce(own, rank, size)))
+        else:
+            rounded = yield from schedules.quantised_allreduce(own, rank, size, bits=bits)
+            totals.append(rounded.total)
+            dropped.append(rounded.dropped)
+    return headers, totals, dropped
 
 
 Ended: TypeAlias = tuple[list[Header], list[Tensor]]

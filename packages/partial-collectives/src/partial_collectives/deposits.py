@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,7 +46,11 @@ class Deposits:
         self.tensors = [acc.clone() for acc in state["acc"]] if self.count else None
 
 
-def weighted_copy(tensors: Sequence[Tensor], weight: float) -> tuple[list[Tensor], bool]:
+Copies: TypeAlias = tuple[list[Tensor], bool]
+"""1-D tensors in host memory, nobody else's, and whether all of them are finite."""
+
+
+def weighted_copy(tensors: Sequence[Tensor], weight: float) -> Copies:
     """weight · tensors as 1-D copies in host memory, and whether all of it is finite."""
     copies = [tensor.detach().reshape(-1).to("cpu", copy=True) for tensor in tensors]
     if weight != 1.0:

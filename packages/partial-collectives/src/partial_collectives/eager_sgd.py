@@ -63,8 +63,9 @@ class EagerSGD(Wrapping):
         buffers: "keep", they differ between ranks, in evaluations and checkpoints too; "average", their mean over ranks
             at `synchronize()` and `finish()`, what is not floating-point being rank 0's; "broadcast", rank 0's there.
             Ranks that have finished are in the mean.
-        **rounds: `quorum`, `max_staleness`, `grace`, `seed` and `on_death`: see `PartialAllreduce`. Where ranks may be
-            lost (on_death="shrink", always so over an `Elastic`) buffers are kept: to share them takes all ranks.
+        **rounds: `quorum`, `max_staleness`, `grace`, `seed`, `on_death` and `compress`: see `PartialAllreduce`. Where
+            ranks may be lost (on_death="shrink", always so over an `Elastic`) buffers are kept: to share them takes all
+            ranks.
 
     Attributes:
         applied: Rounds that were applied so far.
@@ -181,7 +182,7 @@ class EagerSGD(Wrapping):
         it is good for any rank of any number of them, and must be taken after `synchronize()`.
         """
         rounds = self._rounds.state_dict()
-        idle = not rounds["deposits"]["count"] and not rounds["results"] and self._known is None
+        idle = not rounds["deposits"][0]["count"] and not rounds["results"] and self._known is None
         own = {
             "rounds": rounds,
             "met": self._elastic is not None and idle,
@@ -307,7 +308,7 @@ class EagerSGD(Wrapping):
         if parted:
             elastic.part(gone)
         if self._generation != elastic.generation:  # and nobody needs the last rounds any more
-            self._part()
+            residuals = self._part()
             rounds = self._settings.copy()
             if isinstance(quorum := rounds.get("quorum"), int):
                 rounds["quorum"] = min(quorum, elastic.size)
@@ -315,6 +316,8 @@ class EagerSGD(Wrapping):
             state = self._rounds.state_dict()
             state["machine"]["round"] = self._round
             self._rounds.load_state_dict(state, joins=True)
+            if residuals is not None:
+                self._rounds.residuals = residuals
             self._generation, self._named = elastic.generation, elastic.members
             self._rounds.name = elastic.members[elastic.rank]
         return unfinished
@@ -325,10 +328,12 @@ class EagerSGD(Wrapping):
             pass
         return self._rounds.complete
 
-    def _part(self) -> None:
-        """Leaves the rounds of a group that has changed, without waiting for anybody."""
-        if "_rounds" in self.__dict__:
-            self._rounds.__exit__(CollectiveError, CollectiveError("its ranks meet anew"), None)
+    def _part(self) -> list[list[Tensor]] | None:
+        """Leaves the rounds of a group that has changed, waiting for nobody; their residuals, if there were rounds."""
+        if "_rounds" not in self.__dict__:
+            return None
+        self._rounds.__exit__(CollectiveError, CollectiveError("its ranks meet anew"), None)
+        return self._rounds.residuals
 
     def _checked(self, weight: float | None) -> float:
         if weight is not None and not self._weighted:

@@ -1,18 +1,23 @@
 """`PartialAllreduce`: sums over ranks that do not wait for the last one, and lose nothing of it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypeAlias, TypedDict, cast
 
 import torch
 from communicators import CollectiveError, Communicator, as_communicator, run, schedules
 from torch import Tensor
 
+from partial_collectives.collective import BITS
+from partial_collectives.deposits import Copies, weighted_copy
 from partial_collectives.protocol.events import Stage
 from partial_collectives.protocol.rules import MAX_STALENESS, Quorum, check_rules
 from partial_collectives.result import PartialResult
 from partial_collectives.rounds import PartialRounds
 from partial_collectives.stragglers import Lateness
+
+Tensors: TypeAlias = Tensor | Sequence[Tensor]
+Last: TypeAlias = Mapping[int, tuple[Tensors, float]]
 
 
 class RoundSettings(TypedDict, total=False):
@@ -23,6 +28,7 @@ class RoundSettings(TypedDict, total=False):
     grace: float | str
     seed: int
     on_death: Literal["error", "shrink"]
+    compress: str | None
 
 
 class PartialAllreduce:
@@ -42,8 +48,19 @@ class PartialAllreduce:
     differ in speed, one rank in a round of this and one in a round of that: make one, with a list. All ranks make it,
     and end it with `finish()` and `close()`.
 
+    Fragments of something large take turns, so that a round sums one of them: round r the (r mod F)-th of F. A rank is
+    asked for that of the round which it enters next, and gives all of them what is left before it meets the others.
+
+        with PartialAllreduce([[x] for x in fragments], comm) as partial:
+            for _ in range(steps):
+                for result in partial.allreduce(lambda fragment: [compute(fragment)]):
+                    apply(result.fragment, result.total)
+            for result in partial.finish({fragment: (left(fragment), 1.0) for fragment in range(len(fragments))}):
+                apply(result.fragment, result.total)
+
     Args:
-        like: A tensor, or a list of them, of the sizes and dtypes to be summed; alike on all ranks.
+        like: A tensor, or a list of them, of the sizes and dtypes to be summed; alike on all ranks. A list of lists
+            is of fragments.
         comm: See `communicators.as_communicator`.
         quorum: "solo": a round begins with the first arrival. "majority": with the arrival of a rank drawn for it, when
             (P + 1)/2 ranks are there in the mean if arrivals are independent of the draw. A number: with so many
@@ -56,6 +73,11 @@ class PartialAllreduce:
             what it had brought to a round that any of them has ended is in that round for all, the rest is given up. A
             mean is divided by len(result.members) then. Over gloo and in simulated worlds; ValueError elsewhere. An
             exception inside the context is a death too.
+        compress: Rounds sums to "int8", "int4" or "int2", see `communicators.schedules.quantised_allreduce`; `like` is
+            float32 then. What rounding leaves out is a residual of the rank's, and goes into the next round of the
+            fragment, whether this rank gives something to it or not: Σ given = Σ applied + Σ residuals. A rank that
+            dies takes its residual with it, and in a round that others had ended before they heard of a death the
+            rounding of those that had not is given up.
 
     Raises:
         CollectiveError: Ranks differ in `like` or settings.
@@ -64,7 +86,7 @@ class PartialAllreduce:
 
     def __init__(
         self,
-        like: Tensor | Sequence[Tensor],
+        like: Tensors | Sequence[Sequence[Tensor]],
         comm: Any,
         *,
         quorum: Quorum = "majority",
@@ -72,21 +94,26 @@ class PartialAllreduce:
         grace: float | str = 0.0,
         seed: int = 0,
         on_death: Literal["error", "shrink"] = "error",
+        compress: str | None = None,
     ) -> None:
         self._one = isinstance(like, Tensor)
-        self._like = [like] if isinstance(like, Tensor) else list(like)
-        _check_like(self._like)
+        self._like = _fragments(like)
+        for each in self._like:
+            _check_like(each, compress)
         self.comm = as_communicator(comm)
         _check_on_death(on_death, self.comm)
         waits = _parsed_grace(grace)
-        rules = check_rules(quorum, max_staleness, any(waits), seed, self.comm.size)
-        shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in self._like)
-        facts = f"PartialAllreduce({shapes}; quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=})"
-        run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
-        flat = [torch.empty(one.numel(), dtype=one.dtype) for one in self._like]
+        size, fragments = self.comm.size, len(self._like)
+        rules = check_rules(quorum, max_staleness, any(waits), seed, size, fragments=fragments)
+        shapes = " | ".join(", ".join(f"{tuple(one.shape)} {one.dtype}" for one in each) for each in self._like)
+        settings = f"quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=}"
+        facts = f"PartialAllreduce({shapes}; {settings}{f', {compress=}' if compress else ''})"
+        run(schedules.barrier(self.comm.rank, size), self.comm, facts=facts)
+        flat = [[torch.empty(one.numel(), dtype=one.dtype) for one in each] for each in self._like]
         rounds = f"a round (a rank with no more steps calls finish()) of {facts}"
-        self._rounds = PartialRounds(self.comm, rules, flat, waits, rounds, shrinks=on_death == "shrink")
-        self._closed = False
+        shrinks, bits = on_death == "shrink", None if compress is None else BITS[compress]
+        self._rounds = PartialRounds(self.comm, rules, flat, waits, rounds, shrinks=shrinks, bits=bits)
+        self._closed, self._given = False, False
 
     @property
     def round(self) -> int:
@@ -113,51 +140,90 @@ class PartialAllreduce:
         return self._rounds.machine.complete
 
     @property
+    def residuals(self) -> list[list[Tensor]]:
+        """What rounding has left out on this rank, by fragment: 1-D, none without `compress`. May be set.
+
+        They are a part of `state_dict`; set them only where the rounds go on in another object.
+        """
+        return self._rounds.residuals
+
+    @residuals.setter
+    def residuals(self, residuals: Sequence[Sequence[Tensor]]) -> None:
+        self._rounds.residuals = [[one.clone() for one in each] for each in residuals]
+
+    @property
     def lateness(self) -> Lateness:
         """Ranks that were last, and by how much, as the ranks have told in their rounds."""
         return self._rounds.lateness
 
-    def allreduce(self, tensor: Tensor | Sequence[Tensor], *, weight: float = 1.0) -> list[PartialResult]:
+    def allreduce(self, tensor: Tensors | Callable[[int], Tensors], *, weight: float = 1.0) -> list[PartialResult]:
         """Gives weight · tensor, and returns every round that was completed since the last call, at least one.
 
         Waits for a round only where none is there; else what was given goes into a later one.
 
         Args:
-            tensor: Tensors of the sizes of `like`; they may be changed afterwards.
+            tensor: Tensors of the sizes of `like`; they may be changed afterwards. Where there are fragments, a
+                function that gives those of the fragment whose number it is given.
             weight: Factor on the tensor, of which rounds give the sum.
 
         Returns:
             Rounds in order, each to be applied once.
         """
+        self.give(tensor, weight=weight)
+        return self.take()
+
+    def give(self, tensor: Tensors | Callable[[int], Tensors], *, weight: float = 1.0) -> None:
+        """The first half of `allreduce`, after which this rank may go on computing; `take` is the second one."""
         self._refuse_closed("allreduce()")
-        if not 0 <= weight < float("inf"):
-            raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
+        _check_weight(weight)
+        if callable(tensor):
+            function = tensor
+            self._rounds.deposit(lambda fragment: self._copies(function(fragment), fragment, weight), weight)
+        elif len(self._like) > 1:
+            raise TypeError(
+                f"allreduce() is given {type(tensor).__name__}, expected a function from fragment to tensors"
+            )
+        else:
+            copies = self._copies(tensor, 0, weight)
+            self._rounds.deposit(lambda _: copies, weight)
+        self._given = True
+
+    def take(self) -> list[PartialResult]:
+        """Returns every round that was completed since the last call, at least one; after a `give`."""
         rounds = self._rounds
-        rounds.deposit(self._checked(tensor), weight)
+        if not self._given:
+            raise RuntimeError("take() before give(): there may be no round to wait for")
         if not rounds.results:
             rounds.wait(lambda: bool(rounds.results))
+        self._given = False
         return self._taken()
 
-    def synchronize(self) -> Iterator[PartialResult]:
+    def synchronize(self, last: Last | None = None) -> Iterator[PartialResult]:
         """Meets all ranks that have more steps: yields rounds until one has found nobody running, and all is applied.
 
         Every such rank calls it, each after as many steps as it likes; then all have applied the same rounds, and go
         on. Call it for evaluation, and before a checkpoint.
 
+        Args:
+            last: Tensors and their weight, by fragment, that this rank gives before.
+
         Yields:
             Rounds in order, each to be applied once.
         """
         self._refuse_closed("synchronize()")
-        yield from self._rest(Stage.PAUSED)
+        yield from self._rest(Stage.PAUSED, last)
 
-    def finish(self) -> Iterator[PartialResult]:
+    def finish(self, last: Last | None = None) -> Iterator[PartialResult]:
         """Ends this rank's steps: takes part until all others have none.
+
+        Args:
+            last: Tensors and their weight, by fragment, that this rank gives before.
 
         Yields:
             The rest of the rounds in order, each to be applied once.
         """
         self._refuse_closed("finish()", finishes=True)
-        yield from self._rest(Stage.FINISHED)
+        yield from self._rest(Stage.FINISHED, last)
 
     def close(self) -> None:
         """Closes it, with all other ranks.
@@ -167,7 +233,7 @@ class PartialAllreduce:
         """
         if self._closed:
             return
-        for _ in self._rest(Stage.FINISHED):
+        for _ in self._rest(Stage.FINISHED, None):
             pass
         self._rounds.close()
         self._closed = True
@@ -219,13 +285,16 @@ class PartialAllreduce:
             mine = f"rank {self.comm.rank} gave up its partial allreduce: {why}"
             self._rounds.give_up(str(error) if isinstance(error, CollectiveError) else mine)
 
-    def _rest(self, stage: Stage) -> Iterator[PartialResult]:
+    def _rest(self, stage: Stage, last: Last | None) -> Iterator[PartialResult]:
         rounds, machine = self._rounds, self._rounds.machine
+        for _, weight in (last or {}).values():
+            _check_weight(weight)
+        copies = {f: (self._copies(tensor, f, weight), weight) for f, (tensor, weight) in (last or {}).items()}
         if machine.over:
             yield from self._taken()
             return
         meeting = machine.meetings + 1 if stage is Stage.PAUSED else None
-        rounds.rest(stage)
+        rounds.rest(stage, copies)
 
         def over() -> bool:
             return machine.over or (meeting is not None and machine.meetings >= meeting)
@@ -236,19 +305,22 @@ class PartialAllreduce:
         yield from self._taken(meeting)
 
     def _taken(self, meeting: int | None = None) -> list[PartialResult]:
-        return [replace(result, total=self._shaped(result.total)) for result in self._rounds.take(meeting=meeting)]
+        return [replace(result, total=self._shaped(result)) for result in self._rounds.take(meeting=meeting)]
 
-    def _shaped(self, totals: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-        shaped = [total.view(one.shape).to(one.device) for total, one in zip(totals, self._like, strict=True)]
+    def _shaped(self, result: PartialResult) -> Tensor | list[Tensor]:
+        of = zip(result.total, self._like[result.fragment], strict=True)
+        shaped = [total.view(one.shape).to(one.device) for total, one in of]
         return shaped[0] if self._one else shaped
 
-    def _checked(self, tensor: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    def _copies(self, tensor: Tensors, fragment: int, weight: float) -> Copies:
+        if fragment not in range(len(self._like)):
+            raise ValueError(f"something is given for fragment {fragment}, expected one of 0 … {len(self._like) - 1}")
         tensors = [tensor] if isinstance(tensor, Tensor) else list(tensor)
         given = [(tuple(one.shape), one.dtype) for one in tensors]
-        expected = [(tuple(one.shape), one.dtype) for one in self._like]
+        expected = [(tuple(one.shape), one.dtype) for one in self._like[fragment]]
         if given != expected:
             raise ValueError(f"allreduce() is given {given}, expected {expected}, as in `like`")
-        return tensors
+        return weighted_copy(tensors, weight)
 
     def _refuse_closed(self, what: str, *, finishes: bool = False) -> None:
         if self._closed:
@@ -281,9 +353,25 @@ def _check_on_death(on_death: str, comm: Communicator) -> None:
         )
 
 
-def _check_like(like: Sequence[Tensor]) -> None:
+def _check_weight(weight: float) -> None:
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
+
+
+def _fragments(like: Tensors | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    if isinstance(like, Tensor):
+        return [[like]]
+    of = list(like)
+    return [list(each) for each in of] if of and all(isinstance(each, list | tuple) for each in of) else [cast(Any, of)]
+
+
+def _check_like(like: Sequence[Tensor], compress: str | None) -> None:
+    if not (compress is None or compress in BITS):
+        raise ValueError(f"compress is {compress!r}, expected None or one of {tuple(BITS)}")
     if not like or not all(isinstance(one, Tensor) for one in like):
         raise TypeError("like is no tensor, and no list of tensors: expected what shall be summed")
     wrong = [str(one.dtype) for one in like if one.layout != torch.strided or one.dtype == torch.bool]
     if wrong:
         raise TypeError(f"like holds {wrong}, expected dense tensors of a dtype that adds")
+    if compress and (others := [str(one.dtype) for one in like if one.dtype != torch.float32]):
+        raise TypeError(f"like holds {others}, expected float32 alone, which compress={compress!r} rounds")

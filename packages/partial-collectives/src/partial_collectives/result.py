@@ -12,6 +12,7 @@ class PartialResult:
     Attributes:
         total: The sum over all that was contributed, weights included; a tensor, or a list of them, as `like` was.
         round: Its number, the same on all ranks; numbers are left out where nobody had anything to give.
+        fragment: Which of the fragments it is of; 0 where there is one.
         contributors: Ranks that are in the total.
         fresh: Ranks that did not come too late for this round; of the others only earlier gradients are in it.
         staleness: For each rank, the rounds in a row up to this one that nothing of it was in; 0 for those that have
@@ -25,6 +26,7 @@ class PartialResult:
 
     total: Tensor | list[Tensor]
     round: int
+    fragment: int
     contributors: tuple[int, ...]
     fresh: tuple[int, ...]
     staleness: tuple[int, ...]

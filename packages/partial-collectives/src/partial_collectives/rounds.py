@@ -10,11 +10,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from communicators import Attempt, CollectiveError, Communicator, LeftOutError, Schedule, Work, start
 from torch import Tensor
 
 from partial_collectives.collective import Ended, partial_round, recovery
-from partial_collectives.deposits import Deposits, weighted_copy
+from partial_collectives.deposits import Copies, Deposits
 from partial_collectives.protocol.events import Action, Header, Join, Kind, LeftOut, Recover, Signal, Stage
 from partial_collectives.protocol.machine import Machine
 from partial_collectives.protocol.rules import Rules
@@ -31,24 +32,27 @@ class PartialRounds:
 
     Everything that happens comes as a signal, also that the collective of a round is over, and is dealt with by one
     thread at a time: by the process's background engine, or by the loop of a simulated world.
-    like: 1-D tensors in host memory, where all of this takes place. grace: how long a round waits once its quorum is
-    there, as a share of the median time between the last rounds, or in seconds. results: rounds that were not taken
-    yet; totals are lists of 1-D tensors. began: when this rank entered the last rounds, by the communicator's clock.
-    shrinks: whether the others go on where a rank has died. given_up: ranks that have not answered, and were left out.
-    name: of this rank, in errors.
+    like: of each fragment, 1-D tensors in host memory, where all of this takes place. bits: of an element on the way;
+    residuals: of each fragment what rounding has left out, which goes into its next round. grace: how long a round
+    waits once its quorum is there, as a share of the median time between the last rounds, or in seconds. results:
+    rounds that were not taken yet; totals are lists of 1-D tensors. began: when this rank entered the last rounds, by
+    the communicator's clock. shrinks: whether the others go on where a rank has died. given_up: ranks that have not
+    answered, and were left out. name: of this rank, in errors.
     """
 
     def __init__(
         self,
         comm: Communicator,
         rules: Rules,
-        like: Sequence[Tensor],
+        like: Sequence[Sequence[Tensor]],
         grace: tuple[float, float],
         facts: str,
         *,
         shrinks: bool,
+        bits: int | None = None,
     ) -> None:
-        self.machine, self.deposits = Machine(comm.rank, comm.size, rules), Deposits(like)
+        self.machine, self.deposits = Machine(comm.rank, comm.size, rules), [Deposits(each) for each in like]
+        self._bits, self.residuals = bits, [list[Tensor]() if bits is None else _zeros(each) for each in like]
         self.results: deque[PartialResult] = deque()
         self.lateness = Lateness(comm.size)
         self.began: deque[float] = deque(maxlen=MOST_BEGAN)
@@ -71,22 +75,28 @@ class PartialRounds:
         with self._lock:  # signals of faster ranks may come before this one has returned
             self._signals = comm.signals(self._on_signal)
 
-    def deposit(self, tensors: Sequence[Tensor], weight: float) -> None:
-        """Gives a gradient, which the next round that this rank enters takes."""
-        copies, finite = weighted_copy(tensors, weight)
-        with self._lock:
+    def deposit(self, copies_of: Callable[[int], Copies], weight: float) -> None:
+        """Gives a gradient, which the next round that this rank enters takes. copies_of: of the fragment of that."""
+        with self._lock:  # or the rounds would go on meanwhile
             self._check()
+            fragment = self.machine.next_fragment
+            copies, finite = copies_of(fragment)
             self._at_meeting = None
             self._arrivals.arrived(self._comm.clock())
-            self.deposits.add(copies, weight, finite)
+            self.deposits[fragment].add(copies, weight, finite)
             self._do(self.machine.deposited(behind=bool(self.results)))
 
-    def rest(self, stage: Stage) -> None:
-        """Notes that this rank has no more steps for now, or none at all."""
+    def rest(self, stage: Stage, last: Mapping[int, tuple[Copies, float]]) -> None:
+        """Notes that this rank has no more steps for now, or none at all.
+
+        last: what it still gives, by fragment, and its weight.
+        """
         with self._lock:
             self._check()
             self._at_meeting = None
-            self._do(self.machine.rested(stage))
+            for fragment, ((copies, finite), weight) in last.items():
+                self.deposits[fragment].add(copies, weight, finite)
+            self._do(self.machine.rested(stage, last))
 
     def wait(self, over: Callable[[], bool]) -> None:
         """Waits until a condition holds, looked at after every signal; raises what has gone wrong meanwhile.
@@ -145,18 +155,25 @@ class PartialRounds:
         self.wait(lambda: self._at_meeting is not None or (not self.machine.joined and not self.machine.recovering))
         with self._lock:
             if self._at_meeting is not None:  # others may have gone on, and rounds with them
-                return {"machine": dict(self._at_meeting), "deposits": self.deposits.state(), "results": []}
+                return {"machine": dict(self._at_meeting), **self._held(), "results": []}
             results = [dict(vars(result)) for result in self.results]
-            return {"machine": self.machine.state(), "deposits": self.deposits.state(), "results": results}
+            return {"machine": self.machine.state(), **self._held(), "results": results}
 
     def restore(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
         """Restores what `state` gave, before the first round. joins: a peer's state, whose deposits stay there."""
         with self._lock:
-            peers = {"holds": False, "stage": Stage.RUNNING} if joins else {}
+            peers = {"held": [], "stage": Stage.RUNNING} if joins else {}
             self.machine.restore({**state["machine"], **peers})
             if not joins:
-                self.deposits.restore(state["deposits"])
+                for deposits, theirs in zip(self.deposits, state["deposits"], strict=True):
+                    deposits.restore(theirs)
+                self.residuals = [[one.clone() for one in each] for each in state["residuals"]]
             self.results = deque(PartialResult(**result) for result in state["results"])
+
+    def _held(self) -> dict[str, Any]:
+        """What this rank is to give yet."""
+        residuals = [[one.clone() for one in each] for each in self.residuals]
+        return {"deposits": [deposits.state() for deposits in self.deposits], "residuals": residuals}
 
     def _on_signal(self, source: int, value: int) -> None:
         round_, kind = divmod(value, KINDS)
@@ -196,11 +213,15 @@ class PartialRounds:
     def _join(self, join: Join) -> None:
         self.began.append(self._comm.clock())
         late, late_round = self._arrivals.began(join.round, self.began[-1], fresh=join.fresh)
-        taken = self._brought = self.deposits
-        self.deposits = Deposits(taken.like)
+        fragment = self._fragment
+        taken = self._brought = self.deposits[fragment]
+        self.deposits[fragment] = Deposits(taken.like)
         brings = (taken.weight, taken.count, taken.finite)
         header = Header(join.stage, join.contributes, join.fresh, *brings, late, late_round)
-        self._begin(partial(partial_round, header, taken.tensors, taken.like), f"round {join.round}")
+        own = taken.tensors or _zeros(taken.like)
+        if residual := self.residuals[fragment]:
+            own = [one + kept for one, kept in zip(own, residual, strict=True)]
+        self._begin(partial(partial_round, header, own, self._bits), f"round {join.round}")
 
     def _abandon(self) -> None:
         """Cancels the collective under way, whose end is of no use to this rank any more."""
@@ -209,7 +230,7 @@ class PartialRounds:
 
     def _recover(self) -> None:
         self._abandon()
-        last, ranks, like = self._last, self._comm.size, self.deposits.like
+        last, ranks, like = self._last, self._comm.size, self.deposits[self._fragment].like
         self._begin(partial(recovery, self.machine.round, last, ranks, like), "what is over")
 
     def _begin(self, make: Callable[[int, int], Schedule[Any]], what: str) -> None:
@@ -239,12 +260,14 @@ class PartialRounds:
         elif collective is not None and collective.error is not None:
             raise CollectiveError(str(collective.error)) from collective.error
         elif not self.machine.recovering:
-            self._end_round(self._of_all(*self._value), self.machine.completed)
+            headers, totals, dropped = self._value
+            self._end_round(self._of_all(headers, totals), self.machine.completed, dropped)
         elif self._value is not None:
-            self._end_round(self._value, self.machine.recovered)
+            dropped = _zeros(self.residuals[self._fragment])  # what it was nobody knows
+            self._end_round(self._value, self.machine.recovered, dropped)
         else:
             if self.machine.joined and self._brought is not None:
-                self.deposits.put_back(self._brought)
+                self.deposits[self._fragment].put_back(self._brought)
             self._brought = None
             self._do(self.machine.recovered(None))
 
@@ -253,8 +276,10 @@ class PartialRounds:
         of = dict(zip(sorted(self.machine.members), headers, strict=True))
         return [of.get(rank, Header(Stage.GONE)) for rank in range(self._comm.size)], totals
 
-    def _end_round(self, ended: Ended, tell: Callable[[Sequence[Header]], list[Action]]) -> None:
+    def _end_round(self, ended: Ended, tell: Callable[[Sequence[Header]], list[Action]], dropped: list[Tensor]) -> None:
         headers, totals = ended
+        if totals:
+            self.residuals[self._fragment] = dropped
         round_, self._brought = self.machine.round, None
         if self._shrinks:
             self._last = headers, [total.clone() for total in totals]  # the user may change what he gets
@@ -274,6 +299,7 @@ class PartialRounds:
         return PartialResult(
             total=totals,
             round=round_,
+            fragment=round_ % self.machine.rules.fragments,
             contributors=who(lambda header: header.contributes),
             fresh=who(lambda header: header.fresh),
             staleness=tuple(self.machine.missed),
@@ -282,6 +308,11 @@ class PartialRounds:
             nonfinite=who(lambda header: not header.finite),
             members=who(lambda header: header.stage is not Stage.GONE),
         )
+
+    @property
+    def _fragment(self) -> int:
+        """Of the current round."""
+        return self.machine.round % self.machine.rules.fragments
 
     def _gone(self) -> frozenset[int]:
         """Ranks that have departed, or are gone as others tell."""
@@ -310,3 +341,7 @@ class PartialRounds:
         machine = self.machine
         whom = "all others to end it" if machine.joined else f"rank {machine.coordinator} to begin it"
         return f"rank {machine.rank} waits in partial round {machine.round} for {whom}"
+
+
+def _zeros(like: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(one) for one in like]

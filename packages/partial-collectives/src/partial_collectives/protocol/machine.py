@@ -1,6 +1,6 @@
 """One rank's part of the protocol of partial rounds (after Eager-SGD, Li et al., PPoPP 2020)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from partial_collectives.protocol.events import Action, Grace, Header, Join, Kind, LeftOut, Recover, Signal, Stage
@@ -24,6 +24,9 @@ class Machine:
     has, all take back what they brought, and begin it anew. What a rank that is gone had brought to a round that is
     over is in it; the rest is given up.
 
+    Fragments take turns: a round is of one of them, and takes what was deposited for it alone. A rank that holds
+    something for another one has not ended, whatever its stage.
+
     Differs from the paper: there, late gradients are overwritten, and any rank may be drawn, also one that has ended.
 
     round: the current one. running: ranks that may be waited for: had more steps, as of the last round.
@@ -41,7 +44,8 @@ class Machine:
         self.joined = False
         self.meetings, self.met, self.complete = 0, NEVER, False
         self.members, self.recovering = frozenset(range(size)), False
-        self._holds = self._waits = self._brought = False
+        self._held = set[int]()  # fragments for which something was deposited
+        self._waits = self._brought = False
         self._told, self._announced, self._granted = NEVER, NEVER, NEVER
         self._arrived: dict[int, set[int]] = {}
         self._actions: list[Action] = []
@@ -56,15 +60,24 @@ class Machine:
         """Rank that counts the arrivals at the current round."""
         return self.rules.drawn(self.round, self.running)
 
+    @property
+    def next_fragment(self) -> int:
+        """Fragment of the round that this rank enters next."""
+        return (self.round + self.joined) % self.rules.fragments
+
     def deposited(self, *, behind: bool) -> list[Action]:
-        """Event: this rank has a gradient to give. behind: it has results to apply, so it does not wait for another."""
-        self._holds = True
+        """Event: this rank has a gradient to give to the next fragment.
+
+        behind: it has results to apply, so it does not wait for another.
+        """
+        self._held.add(self.next_fragment)
         self._waits = not behind
         return self._go_on()
 
-    def rested(self, stage: Stage) -> list[Action]:
-        """Event: this rank has no more steps for now, or none at all."""
+    def rested(self, stage: Stage, fragments: Iterable[int] = ()) -> list[Action]:
+        """Event: this rank has no more steps for now, or none at all. fragments: to which it has given its last."""
         self.stage = stage
+        self._held.update(fragments)
         return self._go_on()
 
     def heard(self, source: int, kind: Kind, round_: int) -> list[Action]:
@@ -98,7 +111,8 @@ class Machine:
         """Event: all members have ended as many rounds. headers: of the one that others had ended before this rank."""
         self.recovering = False
         if headers is None:
-            self._holds = self._holds or (self.joined and self._brought)
+            if self.joined and self._brought:
+                self._held.add(self._fragment)
             self.joined = False
         else:
             self._end_round(headers)
@@ -125,7 +139,7 @@ class Machine:
             "unfinished": sorted(self.unfinished),
             "gone": sorted(set(range(self.size)) - self.members),
             "stage": int(self.stage),
-            "holds": self._holds,
+            "held": sorted(self._held),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -134,10 +148,14 @@ class Machine:
         Ranks that were gone are here again: each goes on from a peer's state.
         """
         everyone, back = frozenset(range(self.size)), frozenset(state.get("gone", ()))
-        self.round, self.missed, self._holds = state["round"], list(state["missed"]), state["holds"]
+        self.round, self.missed, self._held = state["round"], list(state["missed"]), set(state["held"])
         self.running = back.union(state["running"]) if state["running"] else everyone
         self.unfinished = back.union(state["unfinished"]) if state["unfinished"] else everyone
         self.stage = Stage(state["stage"]) if state["unfinished"] else Stage.RUNNING
+
+    @property
+    def _fragment(self) -> int:
+        return self.round % self.rules.fragments
 
     def _end_round(self, headers: Sequence[Header]) -> None:
         running = frozenset(r for r, header in enumerate(headers) if header.stage is Stage.RUNNING)
@@ -199,9 +217,10 @@ class Machine:
     def _is_waited_for(self) -> bool:
         """Whether the round must not go on without a gradient of this rank."""
         behind = self.missed[self.rank] >= self.rules.max_staleness
-        return behind and not self._holds and self.stage is Stage.RUNNING
+        return behind and self._fragment not in self._held and self.stage is Stage.RUNNING
 
     def _join(self) -> None:
-        self.joined = True
-        self._actions.append(Join(self.round, self.stage, self._holds, self._holds and self._waits))
-        self._brought, self._holds = self._holds, False
+        self.joined, self._brought = True, self._fragment in self._held
+        self._held.discard(self._fragment)
+        stage = Stage.RUNNING if self._held else self.stage  # others wait until all of it has been in a round
+        self._actions.append(Join(self.round, stage, self._brought, self._brought and self._waits))

@@ -18,13 +18,14 @@ class Rules:
     quorum: "solo" (any rank), "majority" (a rank drawn for the round) or so many ranks.
     max_staleness: rounds in a row that an unfinished rank may miss; 0 is a full allreduce.
     grace: whether a round waits for more arrivals once its quorum is there; for how long is its coordinator's affair.
-    seed: of the draws.
+    seed: of the draws. fragments: how many take turns, round by round.
     """
 
     quorum: Quorum = "majority"
     max_staleness: int = MAX_STALENESS
     grace: bool = False
     seed: int = 0
+    fragments: int = 1
 
     def drawn(self, round_: int, among: Collection[int]) -> int:
         """The rank that coordinates a round, alike on all ranks; independent of who arrives when."""
@@ -43,7 +44,7 @@ class Rules:
         return self.quorum in ("solo", 1) and not self.grace
 
 
-def check_rules(quorum: Quorum, max_staleness: int, grace: bool, seed: int, size: int) -> Rules:
+def check_rules(quorum: Quorum, max_staleness: int, grace: bool, seed: int, size: int, *, fragments: int = 1) -> Rules:
     """The rules as given; TypeError or ValueError where they are none for so many ranks."""
     if isinstance(quorum, bool) or not isinstance(quorum, int | str):
         raise TypeError(f"quorum is {quorum!r}, expected 'solo', 'majority' or a number of ranks")
@@ -56,4 +57,4 @@ def check_rules(quorum: Quorum, max_staleness: int, grace: bool, seed: int, size
             raise TypeError(f"{name} is {number!r}, expected a whole number")
     if max_staleness < 0:
         raise ValueError(f"max_staleness is {max_staleness}, expected 0 (every round waits for all) or more")
-    return Rules(quorum, max_staleness, grace, seed)
+    return Rules(quorum, max_staleness, grace, seed, fragments)
