@@ -62,7 +62,7 @@ class Follower:
 
     def step(self, seconds, step, *, beside=0.0):
         self.comm.elapse(seconds)
-        self.partial.give(lambda fragment: self.own(step, fragment))
+        self.partial.give(lambda fragment: (self.own(step, fragment), 1.0))
         self.comm.elapse(beside)
         self.apply(self.partial.take())
 
@@ -201,14 +201,14 @@ def test_errors_say_what_is_expected():
                 wrong()
         partial = PartialAllreduce(like(2), comm)
         for wrong, error, said in (
-            (lambda: partial.allreduce([torch.zeros(3)]), TypeError, "a function from fragment to tensors"),
-            (lambda: partial.allreduce(lambda fragment: [torch.zeros(4)]), ValueError, "as in `like`"),
+            (lambda: partial.allreduce([torch.zeros(3)]), TypeError, "a function of the fragment"),
+            (lambda: partial.allreduce(lambda fragment: ([torch.zeros(4)], 1.0)), ValueError, "as in `like`"),
             (lambda: list(partial.finish({1: ([torch.zeros(1)], 1.0)})), ValueError, "as in `like`"),
             (lambda: list(partial.finish({2: ([torch.zeros(1)], 1.0)})), ValueError, "fragment 2"),
-            (partial.take, RuntimeError, r"before give\(\)"),
         ):
             with pytest.raises(error, match=said):
                 wrong()
+        assert partial.take() == []
         partial.close()
 
     SimulatedWorld(2).run(body)

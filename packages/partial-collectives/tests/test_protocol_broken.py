@@ -40,8 +40,8 @@ BROKEN = {
         "self._told = round_",
     ),
     "a rank that waits through an empty round is not heard again": (
-        "        if any(header.contributes for header in headers):\n            self._waits = False",
-        "        self._waits = False",
+        "        if any(header.contributes for header in headers):\n            self._waits = self._waits and",
+        "        self._waits = False and",
     ),
     "the last arrival at rest meets nobody": (
         "        if not running and self.stage is Stage.PAUSED:\n            self.stage = Stage.RUNNING\n",
@@ -78,8 +78,8 @@ BROKEN = {
         "                pass",
     ),
     "what was brought to a round that others have ended is brought again": (
-        "        else:\n            self._end_round(headers)\n        self.unfinished",
-        "        else:\n            self._end_round(headers)\n            self._held.add(0)\n        self.unfinished",
+        "            self._end_round(headers, behind)\n        self.unfinished",
+        "            self._end_round(headers, behind)\n            self._held.add(0)\n        self.unfinished",
     ),
     "arrivals are not told to the next coordinator": ("        self._announced = NEVER  # to", "        pass  # to"),
     "those that are gone are drawn": (

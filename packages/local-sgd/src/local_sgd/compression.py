@@ -67,7 +67,10 @@ class Compression:
                 "feedback: compress(name, delta), restore(name, dropped), state_dict() and load_state_dict()"
             )
         if plain and self.allreduce is not None:
-            raise ValueError(f"allreduce sums what a compressor sends, but compress is {self.compress!r}: leave it out")
+            raise ValueError(
+                f"allreduce sums what a compressor sends, but compress is {self.compress!r}: leave it out; "
+                f"rounds do it themselves: allreduce=partial(PartialAllreduce, compress={self.compress!r})"
+            )
         if not plain and not callable(self.allreduce):
             raise TypeError(
                 f"allreduce is {self.allreduce!r}, but compress is a compressor: give the sum of what it sends, "

@@ -54,7 +54,12 @@ class OuterStep(Rule):
     def apply(self, parts: Sequence[Part], xs: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
         """Steps with Δ = z − x̄, and takes z."""
         self.step(parts, [part["anchor"] - mean for part, mean in zip(parts, means, strict=True)])
-        return [part["anchor"] for part in parts]
+        return [self.taken(x, part["anchor"]) for x, part in zip(xs, parts, strict=True)]
+
+    def taken(self, x: Tensor, z: Tensor) -> Tensor:
+        """x after the outer step; may be written into."""
+        del x
+        return z
 
     def step(self, parts: Sequence[Part], deltas: Sequence[Tensor]) -> None:
         """Steps the optimizer with Δ as the gradient of each part's anchor, then the scheduler."""

@@ -8,23 +8,32 @@ from communicators import CollectiveError, Communicator
 from torch import Tensor
 
 from local_sgd.driver import Driver
+from local_sgd.fragments import Fragments
 from local_sgd.outer import OuterStep
+from local_sgd.parts import by_name
 from local_sgd.settings import Settings
 
-MakeRounds: TypeAlias = Callable[[list[Tensor], Communicator], Any]
-"""allreduce(like, comm): makes the rounds of tensors of these sizes, on all ranks, such as a `PartialAllreduce`.
+MakeRounds: TypeAlias = Callable[[Any, Communicator], Any]
+"""allreduce(like, comm): makes the rounds, on all ranks, such as a `PartialAllreduce`.
 
-Rounds sum what ranks contribute; every rank gets every round once, in order, bit for bit, and nothing is lost:
+like: a list of tensors for each fragment, of which there is one but in `StreamingDiLoCo`. Rounds sum what ranks
+contribute, fragments taking turns; every rank gets every round once, in order, bit for bit, and nothing is lost:
 
-- allreduce(tensors, weight=…) contributes weight · tensors; returns the rounds that are over, at least one;
-- synchronize() meets all ranks that have more to contribute; returns the rounds until then;
-- finish() ends this rank's contributions; returns the remaining rounds; close() closes, together with all others;
+- give(function, leaving=n) contributes weight · tensors, where function(fragment) returns (tensors, weight) of the
+  fragment whose turn it is; of n earlier ones a round is still to be taken. take(leaving=n) returns the rounds that are
+  over, at least one but not the last n of several; none where nothing is under way;
+- synchronize(last) meets all ranks that have more to contribute; returns the rounds until then. last: fragment →
+  (tensors, weight) that are contributed before;
+- finish(last) ends this rank's contributions; returns the remaining rounds; close() closes, together with all others;
 - __exit__(kind, error, trace) tells the others of an error;
 - state_dict() gives contributions in no round yet, rounds that were not returned, and the position in the rounds;
-  load_state_dict(state), which all ranks call, restores it.
+  load_state_dict(state), which all ranks call, restores it. Its ["machine"]["round"] is the number of the current
+  round, from which begin_at(number), which all ranks call, goes on, too; "residuals" is what rounding has left out on
+  this rank, and so is the attribute of that name, which may be set.
 
 A round, alike on all ranks, such as `PartialResult`, has `total`, the sum of the contributions, weights included;
-`weight`, the sum of the weights; `round`, its number; `nonfinite`, the ranks that contributed NaN or inf.
+`weight`, the sum of the weights; `round`, its number; `fragment`; `members`, the ranks that took part; `nonfinite`,
+those of them that contributed NaN or inf.
 """
 
 
@@ -33,15 +42,35 @@ class OuterRounds(Driver):
 
         give Δ;   for every round that is over:  z ← outer(z, total / m);   then  x ← z
 
-    A late Δ goes into a later round, as one more summand. m is the number of ranks; weighted: total is divided by its
-    weight. z is the same on all ranks after the same number of rounds.
+    A late Δ goes into a later round, as one more summand. m is the number of ranks that took part; weighted: total is
+    divided by its weight. z is the same on all ranks after the same number of rounds.
+
+    By fragments, one of F is given every τ/F steps, that whose turn it is, so that a late rank gives what others give
+    then, and a round is applied `delay` steps later, or before F others are given. x is then what the rule makes of it
+    where this rank has given this fragment at that time. Else steps that are in no round stay: x is what the rule makes
+    of x as it was given, plus what has changed since; x + z′ − z where nothing was given. Nothing is given twice: Δ is
+    z − x, or the change since x was given.
+
+    bases: x of the fragments that were given, and are not applied yet, as it was given, by turn.
+    dues: of each time that something was given, turn and number of steps until a round is applied.
     """
 
     rule: OuterStep
-    inelastic = "the rounds of allreduce= have their own way to go on without a rank: leave allreduce or Elastic out"
+    inelastic = (
+        "its rounds have no step that all ranks take together, at which one could come: over fixed ranks, those that "
+        "die are left behind by partial(PartialAllreduce, on_death='shrink')"
+    )
 
-    def __init__(self, make: MakeRounds | Any, settings: Settings, *, levels: bool) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        make: MakeRounds | Any,
+        settings: Settings,
+        *,
+        levels: bool = False,
+        fragments: Fragments = 1,
+        delay: int | None = None,
+    ) -> None:
+        super().__init__(None, fragments, delay)
         if not callable(make):
             raise TypeError(
                 f"allreduce is {make!r}, expected what makes rounds, allreduce(like, comm), such as "
@@ -56,13 +85,16 @@ class OuterRounds(Driver):
                 f"{', '.join(waits)}: all ranks wait for each other there, which rounds do not: leave it out"
             )
         self._make, self._ended = make, False
+        self._bases: dict[int, list[Tensor]] = {}
+        self._dues: list[list[int]] = []
 
     def connect(self) -> None:
-        """Begins the outer optimizer, and makes the rounds, which are all that is exchanged."""
+        """Begins the outer optimizers, and makes the rounds, which are all that is exchanged."""
         super().connect()
-        self.needs.append("rounds")
+        self.needs += ["rounds", *(["bases", "given", "dues"] if self.by_fragment else [])]
         try:
-            self._rounds = self._make([part["anchor"] for part in self.parts], self.comm)
+            like = [[part["anchor"] for part in fragment.parts] for fragment in self.fragments]
+            self._rounds = self._make(like, self.comm)
         except (AttributeError, TypeError) as error:
             error.add_note(
                 "without compress, allreduce makes rounds; a sum of what a compressor sends goes with compress"
@@ -70,24 +102,35 @@ class OuterRounds(Driver):
             raise
 
     def count(self, weight: float) -> None:
-        """Counts a step; contributes the change of a block that has ended."""
-        if self.block.count(weight):
+        """Counts a step; applies the rounds that are due, and gives what comes next."""
+        self.block.count(weight)
+        for fragment in self.fragments:
+            fragment.done, fragment.weight = fragment.done + 1, fragment.weight + weight
+        self._dues = [[turn, steps - 1] for turn, steps in self._dues]
+        self._take_due()
+        while self._launched < self._launches_by_now():
+            if len(self._dues) == len(self.fragments):
+                self._take_rounds()
             self.next_boundary(self.fragments[0].averaging)
-            self._give(self.own_weight(self.block))
-            self.block.end()
+            self._rounds.give(self._give, leaving=len(self._dues))
+            self._launched += 1
+            self._take_due()
+        if self._launched == len(self.fragments):
+            self._end_block()
 
     def end(self, *, most: int | None) -> None:
         """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
         self.next_boundary(self.fragments[0].averaging)
-        if weight := self.own_weight(self.block):
-            self._give(weight)
+        last = {turn: self._given(turn) for turn, one in enumerate(self.fragments) if self.own_weight(one)}
         if most is not None:
-            self._apply(self._rounds.synchronize())
+            self._apply(self._rounds.synchronize(last))
         elif not self._ended:
-            self._apply(self._rounds.finish())
+            self._apply(self._rounds.finish(last))
             self._rounds.close()
             self._ended = True
-        self.block.end()
+        self._bases, self._dues = {}, []
+        self.put(self.parts, [part["anchor"] for part in self.parts])
+        self._end_block()
         self.drained = True
         self.owner.end_steps()
 
@@ -96,7 +139,7 @@ class OuterRounds(Driver):
         if self.drained and any(not torch.equal(part["anchor"], part.gather()) for part in self.parts):
             raise RuntimeError(
                 "the model has other weights than those that its ranks ended with, which the rounds of allreduce= "
-                "do not compare: load weights on all ranks before the DiLoCo is made"
+                f"do not compare: load weights on all ranks before the {self.what} is made"
             )
         self.drained = False
 
@@ -113,29 +156,74 @@ class OuterRounds(Driver):
     def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
         """State of the rounds besides."""
         del waits
-        return {"rounds": self._rounds.state_dict(), **super().state_dict()}
+        own = {"rounds": self._rounds.state_dict(), **super().state_dict()}
+        if self.by_fragment:
+            bases = [base for turn in range(len(self.fragments)) for base in self._base(turn)]
+            own |= {"bases": by_name(self.parts, bases), "given": sorted(self._bases), "dues": self._dues}
+        return own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the rounds besides; nothing is in those of a drained state."""
+        """Restores the rounds besides; of a drained state, in which nothing is under way, number and own residuals."""
         super().load_state_dict(state)
+        rounds = state["rounds"]
         if not state["drained"]:
-            self._rounds.load_state_dict(state["rounds"])
+            self._rounds.load_state_dict(rounds)
+        else:
+            self._rounds.begin_at(rounds["machine"]["round"])
+            if self._is_own(state):
+                self._rounds.residuals = rounds["residuals"]
+        given = {turn: self.fragments[turn].parts for turn in state.get("given", ())}
+        self._bases = {turn: [part.flat_of(state["bases"]) for part in parts] for turn, parts in given.items()}
+        self._dues = [list(due) for due in state.get("dues", ())]
 
-    def _give(self, weight: float) -> None:
-        changes = [part["anchor"] - part.gather() for part in self.parts]
-        self._apply(self._rounds.allreduce(changes, weight=weight))
+    def _base(self, turn: int) -> list[Tensor]:
+        """What a fragment's change is reckoned from."""
+        return self._bases.get(turn) or [part["anchor"] for part in self.fragments[turn].parts]
 
-    def _apply(self, rounds: Iterable[Any]) -> None:
+    def _given(self, turn: int) -> tuple[list[Tensor], float]:
+        """Change of a fragment, and its weight; from now on it counts as given."""
+        fragment = self.fragments[turn]
+        weight, xs = self.own_weight(fragment), [part.gather() for part in fragment.parts]
+        changes = [base - x for base, x in zip(self._base(turn), xs, strict=True)]
+        self._bases[turn] = xs
+        fragment.done, fragment.weight = 0, 0.0
+        return changes, weight
+
+    def _give(self, turn: int) -> tuple[list[Tensor], float]:
+        """Change of the fragment whose turn it is, of which a round is due `delay` steps later."""
+        self._dues.append([turn, self.delay or 0])
+        return self._given(turn)
+
+    def _take_due(self) -> None:
+        while self._dues and self._dues[0][1] <= 0:
+            self._take_rounds()
+
+    def _take_rounds(self) -> None:
+        """Applies the rounds that are over, at least one, and leaves one for each that is due later."""
+        turn, _ = self._dues.pop(0)
+        self._apply(self._rounds.take(leaving=len(self._dues)), due=turn)
+
+    def _apply(self, rounds: Iterable[Any], due: int | None = None) -> None:
         for one in rounds:
             if one.nonfinite:
                 raise CollectiveError(
                     f"{self.what}: NaN or inf in the parameters of ranks {list(one.nonfinite)}, seen in round "
                     f"{one.round}: lower the learning rate there, clip gradients, or go back to a checkpoint"
                 )
-            if self._weighted and not one.weight:  # on all ranks: there is nothing to take a mean of
-                continue
-            divisor = one.weight if self._weighted else self.comm.size
-            totals = [one.total] if isinstance(one.total, Tensor) else one.total
-            deltas = [(t / divisor).to(part["anchor"].device) for part, t in zip(self.parts, totals, strict=True)]
-            self.rule.step(self.parts, deltas)
-        self.put(self.parts, (part["anchor"] for part in self.parts))
+            fragment = self.fragments[one.fragment]
+            parts, rule, base = fragment.parts, fragment.rule, self._bases.pop(one.fragment, None)
+            assert isinstance(rule, OuterStep)
+            xs = [part.gather() for part in parts]
+            since = [x - x for x in xs]
+            if base is None:  # x stays as far from z
+                since = [x - part["anchor"] for x, part in zip(xs, parts, strict=True)]
+            elif one.fragment != due:
+                since, xs = [x - given for x, given in zip(xs, base, strict=True)], base
+            if one.weight or not self._weighted:  # else, on all ranks, there is nothing to take a mean of
+                divisor = one.weight if self._weighted else len(one.members)
+                deltas = [(t / divisor).to(part["anchor"].device) for part, t in zip(parts, one.total, strict=True)]
+                rule.step(parts, deltas)
+            zs = [part["anchor"] for part in parts]
+            if base is not None:
+                zs = [rule.taken(x, z) for x, z in zip(xs, zs, strict=True)]
+            self.put(parts, [z + moved for z, moved in zip(zs, since, strict=True)])

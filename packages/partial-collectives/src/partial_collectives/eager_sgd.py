@@ -313,9 +313,7 @@ class EagerSGD(Wrapping):
             if isinstance(quorum := rounds.get("quorum"), int):
                 rounds["quorum"] = min(quorum, elastic.size)
             self._rounds = PartialAllreduce(self._like, elastic.group, **rounds)
-            state = self._rounds.state_dict()
-            state["machine"]["round"] = self._round
-            self._rounds.load_state_dict(state, joins=True)
+            self._rounds.begin_at(self._round)
             if residuals is not None:
                 self._rounds.residuals = residuals
             self._generation, self._named = elastic.generation, elastic.members

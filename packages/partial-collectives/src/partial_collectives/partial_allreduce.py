@@ -17,7 +17,7 @@ from partial_collectives.rounds import PartialRounds
 from partial_collectives.stragglers import Lateness
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
-Last: TypeAlias = Mapping[int, tuple[Tensors, float]]
+Weighted: TypeAlias = tuple[Tensors, float]
 
 
 class RoundSettings(TypedDict, total=False):
@@ -53,7 +53,7 @@ class PartialAllreduce:
 
         with PartialAllreduce([[x] for x in fragments], comm) as partial:
             for _ in range(steps):
-                for result in partial.allreduce(lambda fragment: [compute(fragment)]):
+                for result in partial.allreduce(lambda fragment: ([compute(fragment)], 1.0)):
                     apply(result.fragment, result.total)
             for result in partial.finish({fragment: (left(fragment), 1.0) for fragment in range(len(fragments))}):
                 apply(result.fragment, result.total)
@@ -113,7 +113,7 @@ class PartialAllreduce:
         rounds = f"a round (a rank with no more steps calls finish()) of {facts}"
         shrinks, bits = on_death == "shrink", None if compress is None else BITS[compress]
         self._rounds = PartialRounds(self.comm, rules, flat, waits, rounds, shrinks=shrinks, bits=bits)
-        self._closed, self._given = False, False
+        self._closed = False
 
     @property
     def round(self) -> int:
@@ -156,15 +156,15 @@ class PartialAllreduce:
         """Ranks that were last, and by how much, as the ranks have told in their rounds."""
         return self._rounds.lateness
 
-    def allreduce(self, tensor: Tensors | Callable[[int], Tensors], *, weight: float = 1.0) -> list[PartialResult]:
+    def allreduce(self, tensor: Tensors | Callable[[int], Weighted], *, weight: float = 1.0) -> list[PartialResult]:
         """Gives weight · tensor, and returns every round that was completed since the last call, at least one.
 
         Waits for a round only where none is there; else what was given goes into a later one.
 
         Args:
             tensor: Tensors of the sizes of `like`; they may be changed afterwards. Where there are fragments, a
-                function that gives those of the fragment whose number it is given.
-            weight: Factor on the tensor, of which rounds give the sum.
+                function that returns those of the fragment whose number it is given, and their weight.
+            weight: Factor on the tensor, of which rounds give the sum; not with a function.
 
         Returns:
             Rounds in order, each to be applied once.
@@ -172,33 +172,31 @@ class PartialAllreduce:
         self.give(tensor, weight=weight)
         return self.take()
 
-    def give(self, tensor: Tensors | Callable[[int], Tensors], *, weight: float = 1.0) -> None:
-        """The first half of `allreduce`, after which this rank may go on computing; `take` is the second one."""
+    def give(self, tensor: Tensors | Callable[[int], Weighted], *, weight: float = 1.0, leaving: int = 0) -> None:
+        """Does the first half of `allreduce`, after which this rank may go on computing, and give again; see `take`.
+
+        leaving: how many rounds this rank has still to take of what it gave before. With more it is late.
+        """
         self._refuse_closed("allreduce()")
-        _check_weight(weight)
         if callable(tensor):
             function = tensor
-            self._rounds.deposit(lambda fragment: self._copies(function(fragment), fragment, weight), weight)
+            self._rounds.deposit(lambda fragment: self._copies(*function(fragment), fragment), leaving)
         elif len(self._like) > 1:
-            raise TypeError(
-                f"allreduce() is given {type(tensor).__name__}, expected a function from fragment to tensors"
-            )
+            raise TypeError(f"allreduce() is given {type(tensor).__name__}, expected a function of the fragment")
         else:
-            copies = self._copies(tensor, 0, weight)
-            self._rounds.deposit(lambda _: copies, weight)
-        self._given = True
+            copies = self._copies(tensor, weight, 0)
+            self._rounds.deposit(lambda _: copies, leaving)
 
-    def take(self) -> list[PartialResult]:
-        """Returns every round that was completed since the last call, at least one; after a `give`."""
-        rounds = self._rounds
-        if not self._given:
-            raise RuntimeError("take() before give(): there may be no round to wait for")
-        if not rounds.results:
-            rounds.wait(lambda: bool(rounds.results))
-        self._given = False
-        return self._taken()
+    def take(self, *, leaving: int = 0) -> list[PartialResult]:
+        """Returns the rounds that were completed since the last call, at least one; none where nothing is under way.
 
-    def synchronize(self, last: Last | None = None) -> Iterator[PartialResult]:
+        Args:
+            leaving: How many of the last rounds stay for a later call, if there are two or more.
+        """
+        self._rounds.wait_for_one()
+        return self._taken(leaving=leaving)
+
+    def synchronize(self, last: Mapping[int, Weighted] | None = None) -> Iterator[PartialResult]:
         """Meets all ranks that have more steps: yields rounds until one has found nobody running, and all is applied.
 
         Every such rank calls it, each after as many steps as it likes; then all have applied the same rounds, and go
@@ -213,7 +211,7 @@ class PartialAllreduce:
         self._refuse_closed("synchronize()")
         yield from self._rest(Stage.PAUSED, last)
 
-    def finish(self, last: Last | None = None) -> Iterator[PartialResult]:
+    def finish(self, last: Mapping[int, Weighted] | None = None) -> Iterator[PartialResult]:
         """Ends this rank's steps: takes part until all others have none.
 
         Args:
@@ -258,12 +256,17 @@ class PartialAllreduce:
         Raises:
             CollectiveError: The states of the ranks are of different rounds.
         """
-        if self._rounds.began:
-            raise RuntimeError("load_state_dict() after the first round: load into a new PartialAllreduce")
+        self._refuse_begun("load_state_dict()")
         machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
         facts = f"going on with partial rounds from {machine}"
         self._rounds.restore(state, joins=joins)  # before any rank goes on, and its signals come
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
+
+    def begin_at(self, number: int) -> None:
+        """Begins with the round of this number; for every rank to call, alike, before its first `allreduce()`."""
+        self._refuse_begun("begin_at()")
+        self._rounds.machine.round = number  # before any rank goes on, and its signals come
+        run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"beginning at partial round {number}")
 
     def __enter__(self) -> Self:
         return self
@@ -285,11 +288,9 @@ class PartialAllreduce:
             mine = f"rank {self.comm.rank} gave up its partial allreduce: {why}"
             self._rounds.give_up(str(error) if isinstance(error, CollectiveError) else mine)
 
-    def _rest(self, stage: Stage, last: Last | None) -> Iterator[PartialResult]:
+    def _rest(self, stage: Stage, last: Mapping[int, Weighted] | None) -> Iterator[PartialResult]:
         rounds, machine = self._rounds, self._rounds.machine
-        for _, weight in (last or {}).values():
-            _check_weight(weight)
-        copies = {f: (self._copies(tensor, f, weight), weight) for f, (tensor, weight) in (last or {}).items()}
+        copies = {fragment: self._copies(*given, fragment) for fragment, given in (last or {}).items()}
         if machine.over:
             yield from self._taken()
             return
@@ -304,23 +305,30 @@ class PartialAllreduce:
             rounds.wait(lambda: bool(rounds.results) or over())
         yield from self._taken(meeting)
 
-    def _taken(self, meeting: int | None = None) -> list[PartialResult]:
-        return [replace(result, total=self._shaped(result)) for result in self._rounds.take(meeting=meeting)]
+    def _taken(self, meeting: int | None = None, leaving: int = 0) -> list[PartialResult]:
+        rounds = self._rounds.take(meeting=meeting, leaving=leaving)
+        return [replace(result, total=self._shaped(result)) for result in rounds]
 
     def _shaped(self, result: PartialResult) -> Tensor | list[Tensor]:
         of = zip(result.total, self._like[result.fragment], strict=True)
         shaped = [total.view(one.shape).to(one.device) for total, one in of]
         return shaped[0] if self._one else shaped
 
-    def _copies(self, tensor: Tensors, fragment: int, weight: float) -> Copies:
+    def _copies(self, tensor: Tensors, weight: float, fragment: int) -> tuple[Copies, float]:
         if fragment not in range(len(self._like)):
             raise ValueError(f"something is given for fragment {fragment}, expected one of 0 … {len(self._like) - 1}")
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
         tensors = [tensor] if isinstance(tensor, Tensor) else list(tensor)
         given = [(tuple(one.shape), one.dtype) for one in tensors]
         expected = [(tuple(one.shape), one.dtype) for one in self._like[fragment]]
         if given != expected:
             raise ValueError(f"allreduce() is given {given}, expected {expected}, as in `like`")
-        return weighted_copy(tensors, weight)
+        return weighted_copy(tensors, weight), weight
+
+    def _refuse_begun(self, what: str) -> None:
+        if self._rounds.began:
+            raise RuntimeError(f"{what} after the first round: call it on a new PartialAllreduce")
 
     def _refuse_closed(self, what: str, *, finishes: bool = False) -> None:
         if self._closed:
@@ -351,11 +359,6 @@ def _check_on_death(on_death: str, comm: Communicator) -> None:
             "on_death='shrink' needs ranks that outlive one another, over a gloo group or in a simulated world; "
             "under MPI the launcher ends the whole job when a rank dies, so leave on_death='error' there"
         )
-
-
-def _check_weight(weight: float) -> None:
-    if not 0 <= weight < float("inf"):
-        raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
 
 
 def _fragments(like: Tensors | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

@@ -67,7 +67,7 @@ class PartialRounds:
         self._brought: Deposits | None = None  # to the round under way
         self._last: Ended | None = None  # which those may lack that have not ended it when another rank dies
         self._at_meeting: dict[str, Any] | None = None  # the machine's state
-        self._graced = -1
+        self._graced, self._leaving = -1, 0  # rounds that this rank leaves for later
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._answered: set[int] = set()
         self._closing = frozenset[int]()
@@ -75,16 +75,29 @@ class PartialRounds:
         with self._lock:  # signals of faster ranks may come before this one has returned
             self._signals = comm.signals(self._on_signal)
 
-    def deposit(self, copies_of: Callable[[int], Copies], weight: float) -> None:
-        """Gives a gradient, which the next round that this rank enters takes. copies_of: of the fragment of that."""
+    def deposit(self, copies_of: Callable[[int], tuple[Copies, float]], leaving: int) -> None:
+        """Gives a gradient, which the next round that this rank enters takes.
+
+        copies_of: of the fragment of that round, and their weight. leaving: how many rounds are to be taken before.
+        """
         with self._lock:  # or the rounds would go on meanwhile
             self._check()
             fragment = self.machine.next_fragment
-            copies, finite = copies_of(fragment)
+            (copies, finite), weight = copies_of(fragment)
             self._at_meeting = None
             self._arrivals.arrived(self._comm.clock())
             self.deposits[fragment].add(copies, weight, finite)
-            self._do(self.machine.deposited(behind=bool(self.results)))
+            self._leaving = leaving
+            self._do(self.machine.deposited(behind=len(self.results) > leaving))
+
+    def wait_for_one(self) -> None:
+        """Waits for a round that was not taken yet, where there is none; not where this rank has given nothing."""
+        with self._lock:
+            self._check()
+            actions = None if self.results else self.machine.waits()
+            self._do(actions or [])
+        if actions is not None:
+            self.wait(lambda: bool(self.results))
 
     def rest(self, stage: Stage, last: Mapping[int, tuple[Copies, float]]) -> None:
         """Notes that this rank has no more steps for now, or none at all.
@@ -124,11 +137,16 @@ class PartialRounds:
             for rank in silent:
                 self._do(self.machine.gone(rank))
 
-    def take(self, *, meeting: int | None = None) -> list[PartialResult]:
-        """Rounds that are over and were not taken yet; up to the meeting of this number, once that has been."""
+    def take(self, *, meeting: int | None = None, leaving: int = 0) -> list[PartialResult]:
+        """Rounds that are over and were not taken yet; up to the meeting of this number, once that has been.
+
+        leaving: how many of the last ones stay for a later call, if there are two or more.
+        """
         with self._lock:
             met = meeting is not None and self.machine.meetings >= meeting
-            taken = [result for result in self.results if not met or result.round <= self.machine.met]
+            self._leaving = leaving
+            first = list(self.results)[: max(1, len(self.results) - leaving)]
+            taken = [result for result in first if not met or result.round <= self.machine.met]
             self.results = deque(list(self.results)[len(taken) :])
         return taken
 
@@ -276,7 +294,7 @@ class PartialRounds:
         of = dict(zip(sorted(self.machine.members), headers, strict=True))
         return [of.get(rank, Header(Stage.GONE)) for rank in range(self._comm.size)], totals
 
-    def _end_round(self, ended: Ended, tell: Callable[[Sequence[Header]], list[Action]], dropped: list[Tensor]) -> None:
+    def _end_round(self, ended: Ended, tell: Callable[..., list[Action]], dropped: list[Tensor]) -> None:
         headers, totals = ended
         if totals:
             self.residuals[self._fragment] = dropped
@@ -284,7 +302,7 @@ class PartialRounds:
         if self._shrinks:
             self._last = headers, [total.clone() for total in totals]  # the user may change what he gets
         meetings = self.machine.meetings
-        actions = tell(headers)
+        actions = tell(headers, behind=len(self.results) + 1 > self._leaving)
         if self.machine.meetings > meetings and not self.machine.over:
             self._at_meeting = self.machine.state()
         self.lateness.record(headers)

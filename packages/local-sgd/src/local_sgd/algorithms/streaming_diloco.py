@@ -1,6 +1,5 @@
 """Streaming DiLoCo, with overlapping communication (Douillard et al., 2025)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -12,7 +11,7 @@ from local_sgd.driver import Driver
 from local_sgd.fragments import Fragments
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
 from local_sgd.periodic import PeriodicAveraging
-from local_sgd.rule import Part
+from local_sgd.rounds import MakeRounds, OuterRounds
 from local_sgd.settings import Every, Settings, below_one, whole
 
 
@@ -22,10 +21,9 @@ class Mixed(OuterStep):
 
     alpha: float
 
-    def apply(self, parts: Sequence[Part], xs: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
-        """Mixes a fragment's x with z, once its outer optimizer has stepped."""
-        zs = super().apply(parts, xs, means)
-        return [x.mul_(self.alpha).add_(z, alpha=1 - self.alpha) for x, z in zip(xs, zs, strict=True)]
+    def taken(self, x: Tensor, z: Tensor) -> Tensor:
+        """Mixes x with z, once the fragment's outer optimizer has stepped."""
+        return x.mul_(self.alpha).add_(z, alpha=1 - self.alpha)
 
 
 class StreamingDiLoCo(PeriodicAveraging):
@@ -38,6 +36,11 @@ class StreamingDiLoCo(PeriodicAveraging):
     its next launch where that comes earlier. With one fragment, no delay and α = 0 it is DiLoCo, bit for bit. The
     model is z.
 
+    With `allreduce` and without `compress`, the mean of a fragment is a round of its own that does not wait for the
+    last rank, see `DiLoCo` and `OuterRounds`: each launch gives to the fragment whose turn it is.
+
+        StreamingDiLoCo(inner, fragments=4, allreduce=partial(PartialAllreduce, quorum="majority", compress="int4"))
+
     Args:
         optimizer: Inner optimizer, see `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
@@ -49,7 +52,8 @@ class StreamingDiLoCo(PeriodicAveraging):
         outer: See `DiLoCo`; every fragment has its own, which steps when the fragment is applied.
         outer_scheduler: See `DiLoCo`; one per fragment, too.
         compress: See `DiLoCo`.
-        allreduce: See `DiLoCo`; a `Work` that it returns is waited for when the fragment is applied.
+        allreduce: See `DiLoCo`; a `Work` that it returns is waited for when the fragment is applied. What makes rounds
+            is given a list of lists of tensors, one for each fragment.
         **settings: See `PeriodicAveraging`; buffers and inner state are exchanged each time that all fragments have
             been launched once; `native` is refused.
     """
@@ -65,10 +69,13 @@ class StreamingDiLoCo(PeriodicAveraging):
         outer: MakeOptimizer = NESTEROV,
         outer_scheduler: MakeScheduler | None = None,
         compress: Compress = None,
-        allreduce: Allreduce | None = None,
+        allreduce: Allreduce | MakeRounds | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         delay = whole("delay", delay, ", 0 or more", least=0)
-        driver = Driver(Compression(compress, allreduce), fragments, delay)
+        if allreduce is not None and compress is None:
+            driver: Driver = OuterRounds(allreduce, settings, fragments=fragments, delay=delay)
+        else:
+            driver = Driver(Compression(compress, allreduce), fragments, delay)
         rule = Mixed(outer, outer_scheduler, below_one("alpha", alpha))
         super().__init__(optimizer, rule, sync_every=sync_every, driver=driver, **settings)

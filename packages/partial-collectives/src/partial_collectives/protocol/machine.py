@@ -74,6 +74,13 @@ class Machine:
         self._waits = not behind
         return self._go_on()
 
+    def waits(self) -> list[Action] | None:
+        """Event: this rank waits for a round with what it has given; None where nothing of it is under way."""
+        if not (self._held or (self.joined and self._brought)):
+            return None
+        self._waits = bool(self._held)
+        return self._go_on()
+
     def rested(self, stage: Stage, fragments: Iterable[int] = ()) -> list[Action]:
         """Event: this rank has no more steps for now, or none at all. fragments: to which it has given its last."""
         self.stage = stage
@@ -107,7 +114,7 @@ class Machine:
         told = [Signal(peer, Kind.GONE, rank) for peer in range(self.size) if peer != self.rank]
         return [*told, Recover(self.members)]
 
-    def recovered(self, headers: Sequence[Header] | None) -> list[Action]:
+    def recovered(self, headers: Sequence[Header] | None, *, behind: bool = True) -> list[Action]:
         """Event: all members have ended as many rounds. headers: of the one that others had ended before this rank."""
         self.recovering = False
         if headers is None:
@@ -115,7 +122,7 @@ class Machine:
                 self._held.add(self._fragment)
             self.joined = False
         else:
-            self._end_round(headers)
+            self._end_round(headers, behind)
         self.unfinished &= self.members
         self.running = self.running & self.members or self.unfinished
         self._announced = NEVER  # to whom is drawn now
@@ -124,9 +131,12 @@ class Machine:
             self._begin()  # who told this rank may be gone before it told the others
         return self._actions + self._go_on()
 
-    def completed(self, headers: Sequence[Header]) -> list[Action]:
-        """Event: the current round's collective is over. headers: of all ranks, also of those that are gone."""
-        self._end_round(headers)
+    def completed(self, headers: Sequence[Header], *, behind: bool = True) -> list[Action]:
+        """Event: the current round's collective is over. headers: of all ranks, also of those that are gone.
+
+        behind: whether this rank has results to apply before it waits for another round.
+        """
+        self._end_round(headers, behind)
         return self._go_on()
 
     def state(self) -> dict[str, Any]:
@@ -157,7 +167,7 @@ class Machine:
     def _fragment(self) -> int:
         return self.round % self.rules.fragments
 
-    def _end_round(self, headers: Sequence[Header]) -> None:
+    def _end_round(self, headers: Sequence[Header], behind: bool) -> None:
         running = frozenset(r for r, header in enumerate(headers) if header.stage is Stage.RUNNING)
         self.unfinished = frozenset(r for r, header in enumerate(headers) if header.stage < Stage.FINISHED)
         if not running:
@@ -170,7 +180,7 @@ class Machine:
         if not running and self.stage is Stage.PAUSED:
             self.stage = Stage.RUNNING
         if any(header.contributes for header in headers):
-            self._waits = False
+            self._waits = self._waits and not behind
         self._arrived.pop(self.round, None)
         self.round += 1
         self.joined = False

@@ -1,0 +1,248 @@
+"""StreamingDiLoCo whose fragments are rounds of a partial allreduce: equal with all ranks, exact with stragglers."""
+
+import io
+from functools import partial
+
+import pytest
+import torch
+from communicators import CollectiveError, SimulatedWorld, allreduce, barrier
+from hypothesis import given
+from hypothesis import strategies as st
+from local_sgd import DiLoCo, StreamingDiLoCo
+from partial_collectives import PartialAllreduce
+from replicas import refuse_unlike
+from test_eager_diloco import PLAIN, network, steps
+
+
+def streaming(model, comm, quorum, /, compress=None, **settings):
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    make = partial(PartialAllreduce, quorum=quorum, compress=compress)
+    return StreamingDiLoCo(inner, comm=comm, allreduce=make, **{"sync_every": 6, "fragments": 3} | settings)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("fragments", "delay", "alpha"), [(1, 0, 0.0), (3, 1, 0.5), (4, 2, 0.3), (2, 9, 0.5)])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_with_all_ranks_it_is_streaming_diloco(weighted, fragments, delay, alpha, size):
+    def body(comm):
+        model, plain = network(), network()
+        weight = {"weight": 1.0 + comm.rank} if weighted else {}
+        settings = {"fragments": fragments, "delay": delay, "alpha": alpha, "weighted": weighted}
+        optimizer = streaming(model, comm, comm.size, **settings)
+        inner = torch.optim.AdamW(plain.parameters(), lr=0.05)
+        other = StreamingDiLoCo(inner, comm=comm, sync_every=6, **settings)
+        for _ in range(2):
+            steps(model, optimizer, comm, range(20), **weight)
+            steps(plain, other, comm, range(20), **weight)
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+            if alpha == 0 and delay == 0:  # else what is under way at a drain is counted otherwise
+                optimizer.drain()
+                other.drain()
+            else:
+                break
+        optimizer.finish()
+        other.finish()
+
+    SimulatedWorld(size).run(body)
+
+
+def test_one_fragment_without_delay_is_diloco_by_rounds_bit_for_bit():
+    def body(comm, make):
+        model = network()
+        with make(model, comm) as optimizer:
+            steps(model, optimizer, comm, range(11), seconds=1e-3 * (1 + comm.rank))
+        return [p.tolist() for p in model.parameters()]
+
+    def diloco(model, comm):
+        make = partial(PartialAllreduce, quorum=2)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+        return DiLoCo(inner, comm=comm, allreduce=make, sync_every=2)
+
+    def one(model, comm):
+        return streaming(model, comm, 2, fragments=1, delay=0, alpha=0.0, sync_every=2)
+
+    first, second = (SimulatedWorld(3).run(lambda comm, m=make: body(comm, m)) for make in (diloco, one))
+    assert first == second
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1e-4, 1e-3, 7e-3])), min_size=1, max_size=5),
+    st.sampled_from(["solo", "majority", 1]),
+    st.integers(1, 5),
+    st.sampled_from([None, "int8", "int2"]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_ranks_end_alike_and_no_change_is_lost(ranks, quorum, every, compress, drains, order):
+    """With plain outer steps of rate 1 and integer gradients: z − z₀ and residuals are all changes / m, exactly."""
+
+    def body(comm):
+        model = torch.nn.ParameterDict({name: torch.zeros(numel) for name, numel in (("a", 3), ("b", 1), ("c", 200))})
+        inner, (count, seconds) = torch.optim.SGD(model.parameters(), lr=float(comm.size)), ranks[comm.rank]
+        make = partial(PartialAllreduce, quorum=quorum, max_staleness=2, compress=compress)
+        given_ = torch.zeros(204)
+        settings = {"fragments": 3, "delay": 0, "alpha": 0.0, "outer": PLAIN, "allreduce": make}
+        with StreamingDiLoCo(inner, comm=comm, sync_every=every, **settings) as optimizer:
+            for number in range(count):
+                comm.elapse(seconds)
+                draw = torch.Generator().manual_seed(100 * comm.rank + number)
+                for p in model.parameters():
+                    p.grad = torch.randint(-99, 100, p.shape, generator=draw).float()
+                given_ += torch.cat([p.grad for p in model.parameters()])
+                optimizer.step()
+                optimizer.average()
+            if drains:
+                optimizer.drain()
+                refuse_unlike(dict(model.named_parameters()), comm)
+            rounds = optimizer._driver._rounds
+        refuse_unlike(dict(model.named_parameters()), comm)
+        residual = torch.cat([one for each in rounds.residuals for one in each]) if compress else torch.zeros(204)
+        moved = torch.cat([p.detach() for p in model.parameters()])
+        held = allreduce(residual, comm) / comm.size
+        assert torch.equal(moved - held, -allreduce(given_, comm)), (moved, held, given_)
+
+    sizes = {size for size in (1, 2, 4) if size <= len(ranks)}  # by which dividing is exact
+    SimulatedWorld(max(sizes), seed=order).run(body)
+
+
+def test_nobody_waits_for_the_last():
+    def body(comm, quorum):
+        model = network()
+        with streaming(model, comm, quorum) as optimizer:
+            steps(model, optimizer, comm, range(6 if comm.rank else 12), seconds=1.0 if comm.rank == 2 else 1e-3)
+            return comm.clock()
+
+    assert SimulatedWorld(3).run(lambda comm: body(comm, "solo"))[0] < 0.1
+    assert SimulatedWorld(3).run(lambda comm: body(comm, 3))[0] > 1
+
+
+@pytest.mark.parametrize("compress", [None, "int4"])
+@pytest.mark.parametrize("stopped_after", [[9, 4, 5], [8, 8, 8], [0, 0, 0]])
+def test_a_run_goes_on_as_if_it_had_not_stopped(compress, stopped_after):
+    """Saved between a launch and its application, with changes that are in no round and rounds not applied."""
+
+    def make(model, comm):
+        return streaming(model, comm, "solo", compress=compress, delay=2)
+
+    def unmet(comm):
+        model = network()
+        optimizer = make(model, comm)
+        steps(model, optimizer, comm, range(stopped_after[comm.rank]), seconds=0.05 if comm.rank == 1 else 1e-3)
+        comm.elapse(1.0)
+        return model, optimizer
+
+    def ends(model, optimizer):
+        comm = optimizer.comm
+        barrier(comm)
+        steps(model, optimizer, comm, range(20, 27), seconds=0.01 * (1 + comm.rank))
+        optimizer.finish()
+        return [p.tolist() for p in model.parameters()]
+
+    def stops(comm):
+        model, optimizer = unmet(comm)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        barrier(comm)
+        optimizer.finish()
+        return file.getvalue()
+
+    def resumes(comm):
+        model = network()
+        optimizer = make(model, comm)
+        both = torch.load(io.BytesIO(saved[comm.rank]), weights_only=True)
+        model.load_state_dict(both["model"])
+        optimizer.load_state_dict(both["optimizer"])
+        return ends(model, optimizer)
+
+    saved = SimulatedWorld(3).run(stops)
+    ended = SimulatedWorld(3).run(resumes)
+    assert ended == [ended[0]] * 3
+    assert ended == SimulatedWorld(3).run(lambda comm: ends(*unmet(comm)))
+
+
+def test_a_drained_run_goes_on_with_its_residuals():
+    def begun(comm):
+        model = network()
+        optimizer = streaming(model, comm, "majority", compress="int2")
+        steps(model, optimizer, comm, range(9))
+        optimizer.drain()
+        return model, optimizer
+
+    def ends(model, optimizer):
+        barrier(optimizer.comm)
+        steps(model, optimizer, optimizer.comm, range(9, 17))
+        optimizer.finish()
+        return [p.tolist() for p in model.parameters()]
+
+    def saves(comm):
+        model, optimizer = begun(comm)
+        both = model.state_dict(), optimizer.state_dict()
+        barrier(comm)
+        optimizer.finish()
+        return both
+
+    def goes_on(comm, saved, size=3):
+        model = network()
+        optimizer = streaming(model, comm, "majority", compress="int2")
+        model.load_state_dict(saved[comm.rank % 3][0])
+        optimizer.load_state_dict(saved[comm.rank % 3][1])
+        return ends(model, optimizer)
+
+    saved = SimulatedWorld(3).run(saves)
+    assert SimulatedWorld(3).run(lambda comm: goes_on(comm, saved)) == SimulatedWorld(3).run(lambda c: ends(*begun(c)))
+    for size in (1, 2, 5):
+        ended = SimulatedWorld(size).run(lambda comm: goes_on(comm, [saved[0]] * 3))
+        assert ended == [ended[0]] * size
+
+
+def test_the_others_go_on_without_a_rank_that_dies():
+    """And the mean is of those that are left."""
+
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(4))
+        make = partial(PartialAllreduce, quorum=2, on_death="shrink")
+        inner = torch.optim.SGD([p], lr=1.0)
+        settings = {"fragments": 1, "delay": 0, "alpha": 0.0, "outer": PLAIN, "sync_every": 1}
+        with StreamingDiLoCo(inner, comm=comm, allreduce=make, **settings) as optimizer:
+            for number in range(6):
+                if (comm.rank, number) == (2, 3):
+                    raise ZeroDivisionError("mine")
+                comm.elapse(1e-3)
+                p.grad = torch.ones(4)
+                optimizer.step()
+                optimizer.average()
+        return p.tolist()
+
+    def kept(comm):
+        try:
+            return body(comm)
+        except (CollectiveError, ZeroDivisionError) as error:
+            return str(error)
+
+    assert SimulatedWorld(3).run(kept) == [[-6.0] * 4, [-6.0] * 4, "mine"]
+
+
+def test_what_does_not_go_together_says_why():
+    def body(comm):
+        model = network()
+        with pytest.raises(ValueError, match=r"rounds do it themselves"):
+            streaming(model, comm, "solo").__class__(
+                torch.optim.SGD(model.parameters(), lr=1.0), comm=comm, compress="int8", allreduce=PartialAllreduce
+            )
+        with pytest.raises(ValueError, match=r"all ranks wait for each other there"):
+            streaming(model, comm, "solo", inner_state="average")
+        with pytest.raises(TypeError, match="expected what makes rounds"):
+            StreamingDiLoCo(torch.optim.SGD(model.parameters()), comm=comm, allreduce=3)
+        optimizer = streaming(model, comm, "solo")
+        steps(model, optimizer, comm, range(4))
+        state = optimizer.state_dict()
+        for other in (
+            StreamingDiLoCo(torch.optim.AdamW(model.parameters()), comm=comm, fragments=3),
+            streaming(model, comm, "solo", fragments=2),
+        ):
+            with pytest.raises(ValueError, match="the state is of"):
+                other.load_state_dict(state)
+        optimizer.finish()
+
+    SimulatedWorld(2).run(body)
