@@ -4,7 +4,8 @@
 
 Four simulated ranks compute for 10 ms a step, one of them, drawn anew, for 40 ms more. Both ways sum by a
 `PartialAllreduce`, whose rounds do not wait for the last rank: eager SGD the gradients of every step, eager DiLoCo what
-a block of τ steps has changed, which an outer optimizer then takes for its gradient. local_sgd knows nothing of
+a block of τ steps has changed, which an outer optimizer then takes for its gradient; eager Streaming DiLoCo does so by
+fragments, in 4 bits, while ranks compute. local_sgd knows nothing of
 partial_collectives: it is given what makes the rounds.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, SimulatedWorld
-from local_sgd import DiLoCo
+from local_sgd import DiLoCo, PeriodicAveraging, StreamingDiLoCo
 from partial_collectives import EagerSGD, PartialAllreduce, injected_delays
 from sklearn.datasets import load_digits
 from torch import nn
@@ -38,6 +39,14 @@ def eager_diloco(model: nn.Module, comm: Communicator, quorum: Any) -> DiLoCo:
     return DiLoCo(inner, comm=comm, sync_every=TAU, outer=outer, allreduce=partial(PartialAllreduce, quorum=quorum))
 
 
+def eager_streaming(model: nn.Module, comm: Communicator, quorum: Any) -> StreamingDiLoCo:
+    """A round of a quarter of the model, four times a block, which is applied a step later."""
+    inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    outer = partial(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)
+    rounds = partial(PartialAllreduce, quorum=quorum, compress="int4")
+    return StreamingDiLoCo(inner, comm=comm, sync_every=TAU, fragments=4, delay=1, outer=outer, allreduce=rounds)
+
+
 def train(comm: Communicator, make: Callable[..., Any], quorum: Any, steps: int = STEPS) -> tuple[float, float]:
     """Test accuracy, and virtual seconds."""
     digits = load_digits()
@@ -54,12 +63,12 @@ def train(comm: Communicator, make: Callable[..., Any], quorum: Any, steps: int 
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
-            if isinstance(optimizer, DiLoCo):
+            if isinstance(optimizer, PeriodicAveraging):
                 optimizer.average()
     return float((model(images[test]).argmax(1) == labels[test]).float().mean()), comm.clock()
 
 
-WAYS = {"eager SGD": eager_sgd, "eager DiLoCo": eager_diloco}
+WAYS = {"eager SGD": eager_sgd, "eager DiLoCo": eager_diloco, "eager Streaming DiLoCo": eager_streaming}
 
 
 def main() -> None:
@@ -67,7 +76,7 @@ def main() -> None:
     for name, make in WAYS.items():
         for quorum in (RANKS, "majority"):
             accuracy, seconds = SimulatedWorld(RANKS).run(partial(train, make=make, quorum=quorum))[0]
-            print(f"{name:>12}, quorum {quorum:>8}: {accuracy:.1%} after {seconds:5.1f} s")
+            print(f"{name:>22}, quorum {quorum:>8}: {accuracy:.1%} after {seconds:5.1f} s")
 
 
 if __name__ == "__main__":

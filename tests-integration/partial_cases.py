@@ -7,7 +7,7 @@ import threading
 import time
 
 import torch
-from communicators import CollectiveError, allgather, barrier
+from communicators import CollectiveError, allgather, barrier, run, schedules
 from partial_collectives import EagerSGD, PartialAllreduce
 from replicas import refuse_unlike
 
@@ -98,6 +98,30 @@ def partial_beside_other_calls(comm):
     assert all(result.weight == result.deposits for result in results)
 
 
+def partial_fragments_in_few_bits(comm):
+    """They take turns, and nothing is lost."""
+    draw, sizes = random.Random(comm.rank), (300, 7, 1000)
+    like = [[torch.zeros(numel)] for numel in sizes]
+    given, applied = ([torch.zeros(numel) for numel in sizes] for _ in range(2))
+
+    def own(fragment):
+        x = torch.tensor([float(draw.randint(-99, 99)) for _ in range(sizes[fragment])])
+        given[fragment] += x
+        return [x], 1.0
+
+    with PartialAllreduce(like, comm, quorum="majority", compress="int2") as partial:
+        for _ in range(STEPS + comm.rank):
+            partial.give(own)
+            time.sleep(draw.choice([0.0, 1e-3, 5e-3]))
+            for result in partial.take():
+                applied[result.fragment] += result.total[0]
+        for result in partial.finish({1: own(1), 2: own(2)}):
+            applied[result.fragment] += result.total[0]
+        residuals = torch.cat([one for each in partial.residuals for one in each])
+    held = run(schedules.allreduce(torch.cat(given) - residuals, comm.rank, comm.size), comm, facts="held")
+    assert torch.equal(torch.cat(applied), held)
+
+
 def gives_up(comm):
     """An exception in one rank's own code."""
     try:
@@ -119,6 +143,7 @@ LAWS = [
     partial_majority,
     partial_quorum_with_grace,
     partial_full,
+    partial_fragments_in_few_bits,
     eager_sgd,
     partial_leaves_no_thread,
     partial_beside_other_calls,
