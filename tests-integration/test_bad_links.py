@@ -74,7 +74,7 @@ def train_behind_a_link_that_goes_dark(world, native, dark, tmp_path):
 def test_every_rank_raises_in_time_and_ends(world, native, dark, tmp_path):
     """Rank 0 holds the Store, and is the arbiter, for which the others wait before the next one decides."""
     errors, ended = train_behind_a_link_that_goes_dark(world, native, dark, tmp_path)
-    assert set(errors) == {0, 1, 2}
+    assert {0, 1, 2} - set(errors) <= ({dark} if world == "mpi" else set())  # whom the others may have ended before
     assert max(seconds for seconds, _ in errors.values()) < TIMEOUT + ABORT_SECONDS + 2  # the machine may be busy
     assert len({reason for rank, (_, reason) in errors.items() if rank != dark}) == 1
     assert all("timed out after 3 s" in reason for _, reason in errors.values())
