@@ -3,7 +3,9 @@
 DiLoCo with Muon inside is MuLoCo (Thérien et al., 2025). Outer momentum is 0.6, rates are 1/2 of the task's for AdamW
 and 1 of that for Muon: of 0.6 and 0.9, and of 1/4, 1/2, 1 and 2, the best on text of 8 ranks with another seed, or 1 %
 from it. SparseLoCo (Sarfi et al., 2025) sends an element about once in 1/density blocks: so it has short ones, and
-"diloco often" as many, both at the task's rate; so do local SGD and Overlap-Local-SGD, which average every 4 steps.
+"diloco often" as many, both at the task's rate; so do local SGD and Overlap-Local-SGD, every 4 steps, local
+SGD after a tenth of the steps with an average each (post-local SGD, Lin et al., 2020). In 8 bits it is DiLoCo whose
+outer step takes the mean as it is.
 Bytes are those of the messages, spread over the steps. On the way the model is the agreed one, of the last block that
 has ended.
 """
@@ -17,7 +19,7 @@ from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, PeriodicAveraging, Spar
 from torch import nn
 
 from bench.convergence.rank import Training
-from bench.convergence.ways import Run, inner_of
+from bench.convergence.ways import WARM_UP, Run, inner_of
 
 TAU, OFTEN, FOUR = 30, 5, 4
 SHARES = {"adamw": 0.5, "muon": 1.0}
@@ -58,8 +60,17 @@ def _sparseloco(run: Run, model: nn.Module, rate: float, comm: Communicator) -> 
     return SparseLoCo(inner_of(run, model, rate), comm=comm, sync_every=OFTEN, density=run.density)
 
 
+def _after_warm_up(run: Run) -> Callable[[int], int]:
+    return lambda step: FOUR if step >= max(2, run.steps // WARM_UP) else 1
+
+
 def _local(run: Run, model: nn.Module, rate: float, comm: Communicator) -> LocalSGD:
-    return LocalSGD(inner_of(run, model, rate), comm=comm, sync_every=FOUR)
+    return LocalSGD(inner_of(run, model, rate), comm=comm, sync_every=_after_warm_up(run))
+
+
+def _local_int8(run: Run, model: nn.Module, rate: float, comm: Communicator) -> DiLoCo:
+    inner, mean = inner_of(run, model, rate), partial(torch.optim.SGD, lr=1.0)
+    return DiLoCo(inner, comm=comm, sync_every=_after_warm_up(run), outer=mean, compress="int8")
 
 
 def _overlap(run: Run, model: nn.Module, rate: float, comm: Communicator) -> OverlapLocalSGD:
@@ -68,6 +79,7 @@ def _overlap(run: Run, model: nn.Module, rate: float, comm: Communicator) -> Ove
 
 RECIPES: dict[str, Make] = {
     "local-sgd": _local,
+    "local-sgd int8": _local_int8,
     "overlap-local-sgd": _overlap,
     "diloco": _diloco,
     "diloco int2": partial(_diloco, compress="int2"),
@@ -76,6 +88,7 @@ RECIPES: dict[str, Make] = {
 }
 PERIODS = {
     "local-sgd": FOUR,
+    "local-sgd int8": FOUR,
     "overlap-local-sgd": FOUR,
     "diloco": TAU,
     "diloco int2": TAU,

@@ -160,6 +160,7 @@ WAYS: dict[str, Way] = {
     **{f"torch PowerSGD hook{rank}": _peer("torch", selects=False) for rank in ("", " rank 1", " rank 4", " rank 8")},
     "torch PostLocalSGD": _peer("torch", selects=False),
     "local-sgd": _periodic("local-sgd sync_every=4", optimizers=OPTIMIZERS),
+    "local-sgd int8": _periodic("local-sgd sync_every=4 compress=int8", optimizers=OPTIMIZERS),
     "overlap-local-sgd": _periodic("overlap-local-sgd sync_every=4", optimizers=OPTIMIZERS),
     "diloco": _periodic("diloco sync_every=30"),
     "diloco int2": _periodic("diloco sync_every=30 compress=int2"),

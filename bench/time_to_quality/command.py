@@ -39,7 +39,10 @@ OPTIMIZERS = {"resnet20-clothing": "sgd"}
 TORCH = ("torch DDP", BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
 SPARSE = tuple((way, 0.01) for way in ("gtopk", "gtopk int8-packed", "topk-allgather", "spardl", "spardl teams=2"))
 SYNCHRONOUS = tuple((way, 1.0) for way in ("powersgd rank 4", "dense-int8"))
-PERIODIC = (("overlap-local-sgd", 1.0), ("diloco", 1.0), ("diloco int2", 1.0), ("sparseloco", 0.021))
+PERIODIC = (
+    *((way, 1.0) for way in ("local-sgd", "local-sgd int8", "overlap-local-sgd", "diloco", "diloco int2")),
+    ("sparseloco", 0.021),
+)
 QUICK = ("vit-digits",)
 COLUMNS = ("task", "link", "P", "way", "step_ms", "reached", "seconds", "over_bf16", "over_powersgd", "advised")
 AGAINST = "DistributedDataParallel with torch's bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"

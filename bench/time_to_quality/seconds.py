@@ -30,6 +30,7 @@ from bench.turns import in_turns, seconds_of
 JOURNAL = "time-to-quality-seconds.jsonl"
 ALONE, DDP, DENSE, SELECTION = "alone", "torch DDP", "dense", "gtopk"
 FIRST, TURNS = 3, 3  # steps before all turns, and turns that are measured, after one that is not
+FIRST_OF = {"local-sgd": DENSE, "local-sgd int8": "dense-int8"}  # what sends as much as their warm-ups
 NO_WARM_UP = 4  # steps of a training, of which a tenth is none
 LIMIT = 3600  # seconds that all ways of a cell may take
 
@@ -64,8 +65,8 @@ def phases(run: Run) -> list[Case]:
     if way.by == "ours" and way.selects:
         density, dense = WarmUp.recommended(run.density, run.steps), run.way if "int8" in run.way else SELECTION
         return [Case(dense if density(step) == 1 else run.way, density(step)) for step in range(run.steps)]
-    first = {"torch": DDP, "ours": DENSE}.get(way.by, run.way)
-    warms = "powersgd" in run.way.lower() or run.way == torch_hooks.LOCAL
+    first = FIRST_OF.get(run.way) or {"torch": DDP, "ours": DENSE}.get(way.by, run.way)
+    warms = "powersgd" in run.way.lower() or run.way in (torch_hooks.LOCAL, *FIRST_OF)
     return [Case(first if warms and step < tenth else run.way, run.density) for step in range(run.steps)]
 
 
