@@ -11,6 +11,8 @@ from thinwire_trainer.command_line.flags import entries_of, parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.command_line.parser import parser_of
 
+pytestmark = pytest.mark.quick
+
 APPS = {app.module: app for app in (CIFAR, DEEPSPEECH, TEXT)}
 LATER = {
     "--milestones",

@@ -11,6 +11,8 @@ import pytest
 
 from release.packages import ROOT
 
+pytestmark = pytest.mark.quick
+
 MODULES = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py"))
 SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?:    .*\n?|\n)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\*{0,2}\w+): \S", re.MULTILINE)

@@ -42,6 +42,7 @@ allreduce(torch.ones(3), comm)
 """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     ("how", "returncode", "said"),
@@ -277,6 +278,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.quick
 @pytest.mark.mpi
 def test_mpi_communicators_end_with_those_that_they_were_made_for(mpiexec, tmp_path):
     """What is never freed ends with an error that says so."""

@@ -7,6 +7,8 @@ from local_sgd import LocalSGD, OverlapLocalSGD
 from partial_collectives import EagerSGD
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 
 def wrapped(make):
     model = nn.Linear(3, 2)

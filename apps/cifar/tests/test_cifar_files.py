@@ -17,6 +17,8 @@ from thinwire_cifar.data.cifar_images import crop_flip
 from thinwire_cifar.data.images import Images, Loaded
 from thinwire_trainer.errors import RunError
 
+pytestmark = pytest.mark.quick
+
 PIXELS, LABELS = drawn(0)
 
 

@@ -13,6 +13,8 @@ from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.synchronisers.table import TABLE
 
+pytestmark = pytest.mark.quick
+
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.json"))
 

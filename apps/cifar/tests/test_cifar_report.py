@@ -14,6 +14,8 @@ from thinwire_cifar.comparison import (
 )
 from thinwire_trainer.records.metrics import Row
 
+pytestmark = pytest.mark.quick
+
 NUMEL, DENSITY = 10_000, 0.01
 
 

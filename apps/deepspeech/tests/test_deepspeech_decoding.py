@@ -20,6 +20,8 @@ from thinwire_deepspeech.decoding import (
     words,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @st.composite
 def probabilities(draw, *, frames=4, labels=4):

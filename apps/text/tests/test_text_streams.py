@@ -10,6 +10,8 @@ from thinwire_text.streams import Window, train_windows
 from thinwire_text.streams import test_windows as windows_to_test
 from thinwire_trainer.errors import RunError
 
+pytestmark = pytest.mark.quick
+
 
 def places(shards: Sequence[Sequence[Window]]) -> list[int]:
     """Of all tokens that are read, in the text, one after another."""

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from thinwire_trainer.agreement import all_or_none, gather_texts, require_same
 from thinwire_trainer.errors import AgreedError, RunError
 
+pytestmark = pytest.mark.quick
+
 
 @given(texts=st.lists(st.text(max_size=20), min_size=1, max_size=6))
 def test_gather_texts(texts: list[str]) -> None:

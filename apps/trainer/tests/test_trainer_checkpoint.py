@@ -14,6 +14,8 @@ from thinwire_trainer.errors import AgreedError, DamagedError, RunError
 from thinwire_trainer.records.checkpoint import NAME, Checkpoints, Manifest, load
 from thinwire_trainer.records.metrics import MetricsFile
 
+pytestmark = pytest.mark.quick
+
 ALONE = as_communicator(None)
 
 

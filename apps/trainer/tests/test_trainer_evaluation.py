@@ -11,6 +11,8 @@ from thinwire_trainer.synchronisers.synchroniser import averaged_buffers
 from thinwire_trainer.training.loop import evaluate
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])  # 16 ranks have 11 test samples: some have none
 def test_every_world_size_gives_the_same_metrics(app: App, options: Callable[..., Options], size: int) -> None:

@@ -24,6 +24,8 @@ from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.periodic import MAKERS
 from thinwire_trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Synchronisation
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_published_command(app: App) -> None:
     flags = "--dnn plain --dataset points --compression --compressor gtopk --density 0.001 --batch-size 32 --lr 0.1"

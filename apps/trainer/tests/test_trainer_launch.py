@@ -16,6 +16,8 @@ from thinwire_trainer.launching import ending, placement, workers
 from thinwire_trainer.launching.placement import Placement, joined
 from thinwire_trainer.launching.workers import Job, run_job
 
+pytestmark = pytest.mark.quick
+
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     script = tmp_path / "mpiexec"

@@ -8,6 +8,8 @@ from thinwire_trainer.errors import DamagedError
 from thinwire_trainer.records.metrics import MetricsFile, read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 
+pytestmark = pytest.mark.quick
+
 
 def test_rows_come_back_and_are_cut_to_a_checkpoint(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")

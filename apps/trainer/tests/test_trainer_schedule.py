@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thinwire_trainer.training.learning_rate import SHAPES, factor, milestones, rate_schedule
 
+pytestmark = pytest.mark.quick
+
 
 @given(
     shape=st.sampled_from(list(SHAPES.values())),

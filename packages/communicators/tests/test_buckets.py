@@ -10,6 +10,8 @@ from communicators import buckets_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=8)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from communicators.background.call import COLUMNS, checksum
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.quick
 
 LENGTHS = st.sampled_from([0, 1, 7, 4096, 8 * COLUMNS - 1, 8 * COLUMNS, 8 * COLUMNS + 1, 24 * COLUMNS + 13])
 

@@ -22,6 +22,8 @@ from communicators import (
 from communicators.schedules.dense import ring_allreduce
 from communicators.worlds.alone import Alone
 
+pytestmark = pytest.mark.quick
+
 
 def test_one_rank_alone():
     comm = Alone()

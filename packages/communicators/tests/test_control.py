@@ -14,6 +14,8 @@ from communicators.background.transport import CONTROL_BYTES
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 
 class Sender:
     """Transport as far as a control writes to it: `sent` holds (peer, message)."""

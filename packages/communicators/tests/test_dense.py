@@ -8,6 +8,8 @@ from communicators import SLOT_BYTES, Link, SimulatedWorld, allgather, allreduce
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 SCHEDULES = [schedules.ring_allreduce, schedules.halving_doubling_allreduce]
 
 

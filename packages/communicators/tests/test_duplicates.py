@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks_on_threads import on_all, ranks, soon
 
+pytestmark = pytest.mark.quick
+
 
 @given(size=testing.world_sizes(), data=st.data())
 def test_calls_on_each_come_in_any_order(size, data):

@@ -17,6 +17,8 @@ from communicators.schedules.quantised import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 either = pytest.mark.parametrize("bits", BITS)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

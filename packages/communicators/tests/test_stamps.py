@@ -3,9 +3,12 @@
 import threading
 
 import numpy as np
+import pytest
 import torch
 from communicators.background.call import Call
 from communicators.schedule import SLOT_BYTES, Payload
+
+pytestmark = pytest.mark.quick
 
 
 def schedule():

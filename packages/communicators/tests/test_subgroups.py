@@ -6,6 +6,8 @@ from communicators import CollectiveError, Round, SimulatedWorld, allgather, all
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 
 @given(st.lists(st.integers(-2, 3), min_size=1, max_size=9), st.integers(0, 5))
 def test_sums_over_those_of_the_same_color(colors, seed):

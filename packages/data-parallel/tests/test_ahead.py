@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from sparse_compress import WarmUp
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1),

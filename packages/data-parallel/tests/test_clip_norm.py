@@ -13,6 +13,8 @@ from sparse_collectives import ALGORITHMS
 from sparse_compress import TopK, WarmUp
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 
 def made(comm, shapes=((3, 4), (5,), (2,)), **options):
     model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module", autouse=True)
 def group():

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 SHAPES = {"a": (3, 4), "b": (5,), "c": (1,), "d": (2, 3)}  # below 6: b and c
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 EXACT = {"lr": 1.0}

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sparse_compress import WarmUp
 
+pytestmark = pytest.mark.quick
+
 NUMEL = 3000
 
 

@@ -5,6 +5,8 @@ import torch
 from data_parallel import DistributedOptimizer
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 
 def wrap(parameters, named):
     return DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named)

@@ -11,6 +11,8 @@ from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_compress import TopK, topk
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 

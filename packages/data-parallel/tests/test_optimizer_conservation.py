@@ -11,6 +11,8 @@ from sparse_collectives import ALGORITHMS, WIRES
 from sparse_compress import TopK
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 SHAPES = {"a": (3, 4), "b": (5,), "c": (1,), "d": (2, 3)}
 
 

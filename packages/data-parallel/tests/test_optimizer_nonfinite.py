@@ -11,7 +11,7 @@ from torch import nn
 NAN, INF = float("nan"), float("inf")
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
-pytestmark = pytest.mark.filterwarnings("ignore:Adam behind a sparse", "ignore:momentum= and Adam")
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:Adam behind a sparse", "ignore:momentum= and Adam")]
 
 
 def make(comm, name, **options):

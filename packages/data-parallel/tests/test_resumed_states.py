@@ -5,6 +5,8 @@ import torch
 from communicators import SimulatedWorld
 from sparse_collectives import ALGORITHMS
 
+pytestmark = pytest.mark.quick
+
 OFTEN = {"thresholds_every": 2, "boundaries_every": 3}
 
 

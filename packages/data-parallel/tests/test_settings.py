@@ -14,6 +14,8 @@ from sparse_collectives.algorithms.table import resolve
 from sparse_compress import DGCTopK, RandomK, TopK, WarmUp
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 
 def optimizer_of(kind=DistributedOptimizer, **settings):
     model = nn.Linear(3, 2)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from sparse_compress import Compressor, topk
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 NUMEL = 64 * 16 + 16 + 16 + 1
 
 

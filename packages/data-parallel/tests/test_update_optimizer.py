@@ -12,6 +12,8 @@ from sparse_collectives import ALGORITHMS
 from sparse_compress import WarmUp
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 SHAPES = {"a": (3, 4), "b": (5,), "c": (1,), "d": (2, 3)}
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),

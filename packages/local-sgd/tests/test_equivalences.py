@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 
+pytestmark = pytest.mark.quick
+
 STEPS = 24
 
 

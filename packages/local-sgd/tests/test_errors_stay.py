@@ -7,6 +7,8 @@ import torch
 from communicators import CollectiveError, SimulatedWorld, schedules, start
 from local_sgd import CoCoDSGD, OverlapLocalSGD, StreamingDiLoCo
 
+pytestmark = pytest.mark.quick
+
 
 def make(algorithm, task, comm, **options):
     inner = torch.optim.SGD(task.model.parameters(), lr=0.1)

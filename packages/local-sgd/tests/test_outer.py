@@ -7,6 +7,8 @@ import torch
 from communicators import CollectiveError, SimulatedWorld, allreduce
 from local_sgd import DiLoCo, StreamingDiLoCo
 
+pytestmark = pytest.mark.quick
+
 STEPS = 13
 OUTERS = {
     "plain": partial(torch.optim.SGD, lr=0.5),

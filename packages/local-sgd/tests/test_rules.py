@@ -8,7 +8,7 @@ from local_sgd import BMUF, EASGD, DiLoCo, LocalSGD, PeriodicAveraging, Rule, St
 from local_sgd.testing import check_rule_laws
 from torch import nn
 
-pytestmark = pytest.mark.filterwarnings("ignore:two momenta")
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:two momenta")]
 
 
 @dataclass

@@ -11,6 +11,8 @@ from partial_collectives import PartialAllreduce
 from sparse_collectives import sparse_allreduce
 from sparse_compress import ErrorFeedback, TopK
 
+pytestmark = pytest.mark.quick
+
 SIZE, STEPS = 3, 7
 WAYS = {
     "LocalSGD": LocalSGD,

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from local_sgd import DiLoCo, SparseLoCo
 from local_sgd.algorithms.sparseloco import CHUNK, decoded, encoded
 
+pytestmark = pytest.mark.quick
+
 NUMELS = st.sampled_from([0, 1, 5, 100, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 9000])
 DENSITIES = st.sampled_from([1e-6, 0.003, 1 / 64, 0.5, 1.0])
 PLAIN = partial(torch.optim.SGD, lr=1.0)

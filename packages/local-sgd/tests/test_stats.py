@@ -7,6 +7,8 @@ import torch
 from communicators import Link, SimulatedWorld
 from local_sgd import CoCoDSGD, LocalSGD
 
+pytestmark = pytest.mark.quick
+
 NUMEL, TAU = 11, 4
 
 

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce
 
+pytestmark = pytest.mark.quick
+
 SIZES = ((3,), (1, 700), (0,), (130, 2))
 """Elements of the tensors of each fragment."""
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce
 from partial_collectives.protocol.events import Kind
 
+pytestmark = pytest.mark.quick
+
 LIKE = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64)]
 
 

@@ -13,6 +13,8 @@ from partial_collectives.protocol.events import Header, Join
 from partial_collectives.protocol.machine import Machine
 from partial_collectives.protocol.rules import Rules, check_rules
 
+pytestmark = pytest.mark.quick
+
 
 @st.composite
 def cases(draw, most_ranks=8):

@@ -9,6 +9,8 @@ from partial_collectives import Lateness, injected_delays, until_deadline
 from partial_collectives.protocol.events import Header, Stage
 from partial_collectives.stragglers import MOST_ROUNDS, NOTHING_NEW, Arrivals
 
+pytestmark = pytest.mark.quick
+
 
 def test_arrivals_are_told_against_the_round_that_they_were_for():
     arrivals = Arrivals()

@@ -9,7 +9,10 @@ from replicas import MuonAdamW
 from replicas.muon_adamw import hidden_matrices
 from torch import nn
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9"),
+]
 
 
 class Net(nn.Module):

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from replicas import hash_bits, refuse_unlike
 from replicas.unlike import CHUNK_BYTES
 
+pytestmark = pytest.mark.quick
+
 MASK = (1 << 64) - 1
 FACTORS = (-0x61C8864680B583EB & MASK, -0x3D4D51C2D82B14B1 & MASK, 0x165667B19E3779F9)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]

@@ -6,6 +6,8 @@ from communicators import SimulatedWorld
 from replicas import Wrapping
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 
 class Alone(Wrapping):
     """Exchanges nothing, but steps where a wrapper would."""

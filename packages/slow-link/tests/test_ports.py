@@ -12,6 +12,8 @@ from slow_link import Port, SlowLink, missing, ports_of
 from slow_link.ports import PRESETS, between, lines_of
 from slow_link.simulated import paths_of
 
+pytestmark = pytest.mark.quick
+
 LACKING = missing()
 emulated = pytest.mark.skipif(bool(LACKING), reason=f"no emulated link here: {'; '.join(LACKING)}")
 USUAL = Port(up=100, down=100, delay=1)

@@ -8,6 +8,8 @@ from slow_link import Launcher
 from slow_link.__main__ import delay, rate
 from slow_link.programs import NotUnderstood, program
 
+pytestmark = pytest.mark.quick
+
 
 class Noted(Launcher):
     """Starts nothing; keeps what it was to start."""

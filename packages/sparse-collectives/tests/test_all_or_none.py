@@ -6,6 +6,8 @@ from communicators import CollectiveError, Corrupts, Dies, SimulatedWorld
 from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_compress import topk
 
+pytestmark = pytest.mark.quick
+
 
 def reasons(world, body):
     """What every rank's call raised."""

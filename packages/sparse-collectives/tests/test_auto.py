@@ -13,6 +13,8 @@ from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.prediction.cost import Handling
 from sparse_compress import TopK, topk
 
+pytestmark = pytest.mark.quick
+
 SLOW, FAST = Link(1e-4, 1e-6), Link(1e-4, 1e-12)
 
 

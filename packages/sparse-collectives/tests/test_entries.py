@@ -9,6 +9,8 @@ from sparse_collectives.algorithms.spardl_blocks import block_budgets
 from sparse_compress import SparseVector, add, cut_to_budgets, merge_to_budgets, topk
 from sparse_compress.vectors import where, without
 
+pytestmark = pytest.mark.quick
+
 SIZES = [1, 2, 63, 4097, 70_001]
 
 

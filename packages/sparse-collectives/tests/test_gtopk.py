@@ -6,6 +6,8 @@ from communicators import SimulatedWorld
 from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_compress import SparseVector, topk
 
+pytestmark = pytest.mark.quick
+
 
 def vector(entries, numel):
     indices, values = zip(*sorted(entries.items()), strict=True)

@@ -11,6 +11,8 @@ from sparse_collectives import ALGORITHMS, WIRES, sparse_allreduce
 from sparse_collectives.algorithms.table import resolve
 from sparse_compress import topk
 
+pytestmark = pytest.mark.quick
+
 PATTERNS = [0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]  # inf, and NaN with several payloads
 BAD = st.sampled_from([*PATTERNS, *(bits - (1 << 31) for bits in PATTERNS)])  # both signs
 

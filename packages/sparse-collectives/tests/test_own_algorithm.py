@@ -21,6 +21,8 @@ from sparse_collectives.testing import SHAPES, SIZES, _examples, check_sparse_ca
 from sparse_compress import SparseVector, topk
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True)
 class Counting(Algorithm):

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from sparse_collectives.algorithms.table import resolve
+
+pytestmark = pytest.mark.quick
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms" / "index.md"
 HEADER = next(line for line in PAGE.read_text().splitlines() if line.startswith("| P | "))

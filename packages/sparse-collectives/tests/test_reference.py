@@ -7,6 +7,8 @@ from communicators import SimulatedWorld
 from sparse_collectives import ALGORITHMS, SparDL, sparse_allreduce
 from sparse_compress import topk
 
+pytestmark = pytest.mark.quick
+
 REFERENCES = {name: entry.reference for name, entry in ALGORITHMS.items()}
 
 

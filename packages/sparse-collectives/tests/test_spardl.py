@@ -14,6 +14,8 @@ from sparse_collectives.algorithms.spardl_blocks import block_budgets
 from sparse_compress import SparseVector, topk
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 TEAMS = [  # ranks, teams, Spar-All-Gather
     (2, 2, "r-sag"),
     (6, 2, "r-sag"),

@@ -7,6 +7,8 @@ from sparse_collectives import ALGORITHMS, Reduction, sparse_allreduce, sparse_a
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_compress import SparseVector, topk
 
+pytestmark = pytest.mark.quick
+
 alone = as_communicator(None)
 
 

@@ -11,6 +11,8 @@ from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_collectives.testing import check_sparse_call
 from sparse_compress import FREE_BYTES, topk
 
+pytestmark = pytest.mark.quick
+
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 

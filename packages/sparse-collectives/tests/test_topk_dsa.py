@@ -10,6 +10,8 @@ from sparse_collectives import WIRES, TopKDSA, sparse_allreduce
 from sparse_collectives.algorithms.topk_dsa import topk_dsa_traffic
 from sparse_compress import topk
 
+pytestmark = pytest.mark.quick
+
 
 def dsa(vectors, k, wire="fp32"):
     world = SimulatedWorld(len(vectors))

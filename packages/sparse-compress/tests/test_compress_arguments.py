@@ -23,6 +23,8 @@ from sparse_compress import (
     topk,
 )
 
+pytestmark = pytest.mark.quick
+
 NO_NUMBERS = ("x", True, None, [0.1], 0.1j, torch.ones(1))
 OUT_OF_RANGE = (0, 0.0, -0.1, 1.001, 2, float("nan"), float("inf"))
 DENSE = {"TopK": TopK, "RandomK": RandomK, "DGCTopK": DGCTopK, "GaussianK": GaussianK, "ThresholdReuse": ThresholdReuse}

@@ -6,6 +6,8 @@ from sparse_compress import topk
 from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.selection import reaching
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("numel", [1, 7, 1000, 70001])
 @pytest.mark.parametrize("least", [0.0, 2.0, 5.0, 6.0, torch.inf])

@@ -13,6 +13,8 @@ from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES
 from sparse_compress.native.library import using
 
+pytestmark = pytest.mark.quick
+
 CODECS = [WireCodec(values, indices) for values, indices in product(VALUES, ("raw", "packed"))]
 seeds = st.integers(0, 2**32 - 1)
 values_of_any_kind = st.lists(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import ErrorFeedback, SparseVector, TopK, topk
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("both_ways")]
 
 seeds = st.integers(0, 2**32 - 1)
 modes = st.fixed_dictionaries({"momentum": st.sampled_from([0.0, 0.5]), "tentative": st.booleans()})

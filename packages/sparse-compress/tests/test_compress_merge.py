@@ -13,7 +13,7 @@ from sparse_compress import SparseVector, add, add_all, merge, pad, share, topk
 from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys
 from sparse_compress.vectors import compact
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("both_ways")]
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 seeds = st.integers(0, 2**32 - 1)

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sparse_compress import all_finite
 
+pytestmark = pytest.mark.quick
+
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 

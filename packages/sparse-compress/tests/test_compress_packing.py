@@ -12,6 +12,8 @@ from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, leftover
 from sparse_compress.native.library import using
 
+pytestmark = pytest.mark.quick
+
 seeds = st.integers(0, 2**32 - 1)
 lengths = st.integers(0, 70) | st.integers(0, 5000)
 EDGES = np.float32([0.0, -0.0, 65504, 65519, 65520, -1e6, 1e30, -3.4e38, 3.39e38, 1e-40, 6e-8, 2.9e-8, 127.5, np.inf])

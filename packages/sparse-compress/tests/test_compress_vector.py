@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import HEADER_BYTES, MAX_NUMEL, SparseVector, merge, topk, wire_nbytes
 
+pytestmark = pytest.mark.quick
+
 DTYPES = [torch.float32, torch.float64]
 
 

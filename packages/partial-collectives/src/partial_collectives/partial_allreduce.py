@@ -175,7 +175,10 @@ class PartialAllreduce:
     def give(self, tensor: Tensors | Callable[[int], Weighted], *, weight: float = 1.0, leaving: int = 0) -> None:
         """Does the first half of `allreduce`, after which this rank may go on computing, and give again; see `take`.
 
-        leaving: how many rounds this rank has still to take of what it gave before. With more it is late.
+        Args:
+            tensor: See `allreduce`.
+            weight: See `allreduce`.
+            leaving: How many rounds this rank has still to take of what it gave before. With more it is late.
         """
         self._refuse_closed("allreduce()")
         if callable(tensor):
