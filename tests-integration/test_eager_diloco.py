@@ -1,5 +1,6 @@
 """DiLoCo whose outer steps are rounds of a partial allreduce: equal to DiLoCo with all ranks, exact with stragglers."""
 
+import copy
 import importlib.util
 import io
 from functools import partial
@@ -132,6 +133,63 @@ def test_a_run_goes_on_as_if_it_had_not_stopped():
     assert ended == SimulatedWorld(3).run(lambda comm: ends(*unmet(comm)))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("more", [0, 1])
+def test_steps_of_a_block_that_was_saved_in_its_midst_count(weighted, more):
+    weight = {"weight": 3.0} if weighted else {}
+
+    def make(comm):
+        model = network()
+        return model, eager(model, comm, comm.size, sync_every=4, weighted=weighted)
+
+    def ends(model, optimizer):
+        light = {"weight": 1.0} if weighted else {}
+        steps(model, optimizer, optimizer.comm, range(3, 3 + more), **light)
+        optimizer.drain()
+        held = [p.tolist() for p in model.parameters()]
+        optimizer.finish()
+        return held
+
+    def begins(comm):
+        model, optimizer = make(comm)
+        steps(model, optimizer, comm, range(3), **weight)
+        return model, optimizer
+
+    def saves(comm):
+        model, optimizer = begins(comm)
+        both = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.finish()
+        return both
+
+    def resumes(comm):
+        model, optimizer = make(comm)
+        model.load_state_dict(saved[comm.rank][0])
+        optimizer.load_state_dict(saved[comm.rank][1])
+        return ends(model, optimizer)
+
+    saved = SimulatedWorld(2).run(saves)
+    assert SimulatedWorld(2).run(resumes) == SimulatedWorld(2).run(lambda comm: ends(*begins(comm)))
+
+
+def test_going_back_to_a_drained_state_is_as_if_one_had_not_gone_on():
+    def body(comm, back):
+        model = network()
+        optimizer = eager(model, comm, comm.size)
+        steps(model, optimizer, comm, range(5))
+        optimizer.drain()
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if back:
+            steps(model, optimizer, comm, range(5, 9))
+            optimizer.drain()
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        steps(model, optimizer, comm, range(9, 14))
+        optimizer.finish()
+        return [p.tolist() for p in model.parameters()]
+
+    assert SimulatedWorld(2).run(lambda comm: body(comm, True)) == SimulatedWorld(2).run(lambda comm: body(comm, False))
+
+
 def test_a_drained_state_goes_on_at_any_number_of_ranks():
     def saves(comm):
         model = network()
@@ -175,7 +233,7 @@ def test_what_does_not_go_with_rounds_is_an_error():
         with pytest.raises(ValueError, match="the state is of outer steps by rounds"):
             other.load_state_dict(optimizer.state_dict())
         optimizer.finish()
-        with pytest.raises(RuntimeError, match=r"after close\(\)"):
+        with pytest.raises(RuntimeError, match=r"a step after finish\(\), which is for good"):
             steps(model, optimizer, comm, range(2))
 
     SimulatedWorld(2).run(body)

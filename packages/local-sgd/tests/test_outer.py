@@ -98,7 +98,7 @@ def test_bad_outers(quadratic, saved):
             make(task, comm, OUTERS["adam"], outer_scheduler=3)
         with pytest.raises(AttributeError) as error:
             make(task, comm, OUTERS["adam"], allreduce=lambda sent, comm: sent.indices)
-        assert "without compress, allreduce makes rounds" in error.value.__notes__[0]
+        assert "allreduce=, without compress=, makes rounds" in error.value.__notes__[0]
         with pytest.raises(ValueError, match=r"the outer optimizer lacks \['c'\]"):
             make(task, comm, lambda parameters: torch.optim.SGD(parameters[:-1], lr=0.7))
         plain, scheduled = make(task, comm, OUTERS["adam"]), make(task, comm, OUTERS["adam"], outer_scheduler=decaying)

@@ -192,6 +192,46 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(compress):
     assert SimulatedWorld(3).run(goes_on) == without
 
 
+def test_a_state_taken_after_a_meeting_has_the_residuals_of_the_meeting():
+    """Others have gone on meanwhile, and rounds with them."""
+
+    def body(comm):
+        draw = torch.Generator().manual_seed(comm.rank)
+        partial = PartialAllreduce(torch.zeros(64), comm, quorum="solo", compress="int2")
+        for _ in range(3):
+            partial.allreduce(torch.randn(64, generator=draw))
+        list(partial.synchronize())
+        there = partial.residuals[0][0].clone()
+        if comm.rank == 0:
+            partial.allreduce(torch.randn(64, generator=draw))
+        else:
+            comm.elapse(1.0)
+            assert not torch.equal(partial.residuals[0][0], there)
+            assert torch.equal(partial.state_dict()["residuals"][0][0], there)
+        list(partial.finish())
+        partial.close()
+
+    SimulatedWorld(2).run(body)
+
+
+def test_two_gradients_in_one_round_make_no_empty_ones():
+    def body(comm):
+        rank = Follower(comm, 2, {"quorum": "solo"})
+        if comm.rank == 0:
+            for number in range(3):
+                rank.partial.give(lambda fragment, n=number: (rank.own(n, fragment), 1.0), leaving=number)
+            comm.elapse(1.0)
+            for number in range(3):
+                rank.apply(rank.partial.take(leaving=2 - number))
+        comm.elapse(2.0 + (comm.rank > 0))
+        rounds = rank.partial.round
+        list(rank.partial.finish())
+        rank.partial.close()
+        return rounds
+
+    assert SimulatedWorld(3).run(body) == [3] * 3
+
+
 def test_errors_say_what_is_expected():
     def body(comm):
         for wrong, error, said in (

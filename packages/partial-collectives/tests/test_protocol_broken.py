@@ -16,16 +16,16 @@ BROKEN = {
         "        self.round += 1\n        self.joined = False",
         "        self.round += 1\n        self.joined = False\n        self._held.clear()",
     ),
-    "who ends is no arrival": ("(self._waits or at_rest)", "self._waits"),
+    "who ends is no arrival": ("(waits or at_rest)", "waits"),
     "draws are among all ranks": (
         "self.rules.drawn(self.round, self.running)",
         "self.rules.drawn(self.round, range(self.size))",
     ),
     "those that have ended are waited for": (
-        " and self._fragment not in self._held and self.stage is Stage.RUNNING",
-        " and self._fragment not in self._held",
+        " and not self._held and self.stage is Stage.RUNNING",
+        " and not self._held",
     ),
-    "staleness has no bound": ("return behind and self._fragment not in self._held and", "return False and"),
+    "staleness has no bound": ("return behind and not self._held and", "return False and"),
     "one round more may be missed": (">= self.rules.max_staleness", "> self.rules.max_staleness"),
     "signals of the next round are forgotten": (
         "elif round_ >= self.round:",
@@ -44,7 +44,7 @@ BROKEN = {
         "        self._waits = False and",
     ),
     "the last arrival at rest meets nobody": (
-        "        if not running and self.stage is Stage.PAUSED:\n            self.stage = Stage.RUNNING\n",
+        "            self.stage = Stage.RUNNING\n",
         "",
     ),
     "after a meeting those draw that came last": (
@@ -67,7 +67,7 @@ BROKEN = {
         "return not self.unfinished",
         "return self.rank not in self.unfinished",
     ),
-    "a rank arrives before it has a gradient": ("(self._waits or at_rest)", "True"),
+    "a rank arrives before it has a gradient": ("(waits or at_rest)", "True"),
     "nobody tells on that a rank is gone": ("return [*told, Recover(self.members)]", "return [Recover(self.members)]"),
     "who was told to begin by one that is gone keeps it to itself": (
         "        if self._told >= self.round:\n            self._begin()",

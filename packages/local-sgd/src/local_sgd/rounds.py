@@ -7,21 +7,23 @@ import torch
 from communicators import CollectiveError, Communicator
 from torch import Tensor
 
-from local_sgd.driver import Driver
-from local_sgd.fragments import Fragments
+from local_sgd.driver import Block, Driver
+from local_sgd.fragments import Fragment, Fragments
 from local_sgd.outer import OuterStep
 from local_sgd.parts import by_name
 from local_sgd.settings import Settings
 
 MakeRounds: TypeAlias = Callable[[Any, Communicator], Any]
-"""allreduce(like, comm): makes the rounds, on all ranks, such as a `PartialAllreduce`.
+"""allreduce(like, comm): makes the rounds, on all ranks, such as a `PartialAllreduce`; with weighted=True where totals
+are divided by their weights.
 
 like: a list of tensors for each fragment, of which there is one but in `StreamingDiLoCo`. Rounds sum what ranks
 contribute, fragments taking turns; every rank gets every round once, in order, bit for bit, and nothing is lost:
 
 - give(function, leaving=n) contributes weight · tensors, where function(fragment) returns (tensors, weight) of the
-  fragment whose turn it is; of n earlier ones a round is still to be taken. take(leaving=n) returns the rounds that are
-  over, at least one but not the last n of several; none where nothing is under way;
+  fragment whose turn is next, first, and of those whose turn was missed; of n earlier ones a round is still to be
+  taken. take(leaving=n) returns the rounds that are over, at least one but not the last n of several; none where
+  nothing is under way;
 - synchronize(last) meets all ranks that have more to contribute; returns the rounds until then. last: fragment →
   (tensors, weight) that are contributed before;
 - finish(last) ends this rank's contributions; returns the remaining rounds; close() closes, together with all others;
@@ -45,11 +47,11 @@ class OuterRounds(Driver):
     A late Δ goes into a later round, as one more summand. m is the number of ranks that took part; weighted: total is
     divided by its weight. z is the same on all ranks after the same number of rounds.
 
-    By fragments, one of F is given every τ/F steps, that whose turn it is, so that a late rank gives what others give
-    then, and a round is applied `delay` steps later, or before F others are given. x is then what the rule makes of it
-    where this rank has given this fragment at that time. Else steps that are in no round stay: x is what the rule makes
-    of x as it was given, plus what has changed since; x + z′ − z where nothing was given. Nothing is given twice: Δ is
-    z − x, or the change since x was given.
+    By fragments, one of F is given every τ/F steps, that whose turn is next, so that a late rank gives what others give
+    then, and those whose turn it has missed. A round is applied `delay` steps later, or before F others are given. x is
+    then what the rule makes of it where this rank has given this fragment at that time. Else steps that are in no round
+    stay: x is what the rule makes of x as it was given, plus what has changed since; x + z′ − z where nothing was
+    given. Nothing is given twice: Δ is z − x, or the change since x was given.
 
     bases: x of the fragments that were given, and are not applied yet, as it was given, by turn.
     dues: of each time that something was given, turn and number of steps until a round is applied.
@@ -87,22 +89,31 @@ class OuterRounds(Driver):
         self._make, self._ended = make, False
         self._bases: dict[int, list[Tensor]] = {}
         self._dues: list[list[int]] = []
+        self._used = False  # whether something was given to these rounds
+        self._first: int | None = None  # fragment that was asked for first
 
     def connect(self) -> None:
         """Begins the outer optimizers, and makes the rounds, which are all that is exchanged."""
         super().connect()
-        self.needs += ["rounds", *(["bases", "given", "dues"] if self.by_fragment else [])]
+        self.needs += ["rounds", "cut", *(["bases", "given", "dues"] if self.by_fragment else [])]
         try:
-            like = [[part["anchor"] for part in fragment.parts] for fragment in self.fragments]
-            self._rounds = self._make(like, self.comm)
+            self._open()
         except (AttributeError, TypeError) as error:
             error.add_note(
-                "without compress, allreduce makes rounds; a sum of what a compressor sends goes with compress"
+                "allreduce=, without compress=, makes rounds; a sum of what a compressor sends goes with a compressor"
             )
             raise
 
+    def _open(self) -> None:
+        """Makes the rounds; all ranks do."""
+        like = [[part["anchor"] for part in fragment.parts] for fragment in self.fragments]
+        self._rounds = self._make(like, self.comm, **({"weighted": True} if self._weighted else {}))
+        self._used = False
+
     def count(self, weight: float) -> None:
         """Counts a step; applies the rounds that are due, and gives what comes next."""
+        if self._ended:
+            raise RuntimeError(f"a step after finish(), which is for good with rounds: make another {self.what}")
         self.block.count(weight)
         for fragment in self.fragments:
             fragment.done, fragment.weight = fragment.done + 1, fragment.weight + weight
@@ -112,7 +123,10 @@ class OuterRounds(Driver):
             if len(self._dues) == len(self.fragments):
                 self._take_rounds()
             self.next_boundary(self.fragments[0].averaging)
+            self._first, self._used = None, True
             self._rounds.give(self._give, leaving=len(self._dues))
+            assert self._first is not None
+            self._dues.append([self._first, self.delay or 0])
             self._launched += 1
             self._take_due()
         if self._launched == len(self.fragments):
@@ -121,7 +135,8 @@ class OuterRounds(Driver):
     def end(self, *, most: int | None) -> None:
         """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
         self.next_boundary(self.fragments[0].averaging)
-        last = {turn: self._given(turn) for turn, one in enumerate(self.fragments) if self.own_weight(one)}
+        last = {turn: self._given(turn) for turn in range(len(self.fragments)) if self.own_weight(self._count(turn))}
+        self._used = True
         if most is not None:
             self._apply(self._rounds.synchronize(last))
         elif not self._ended:
@@ -156,25 +171,56 @@ class OuterRounds(Driver):
     def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
         """State of the rounds besides."""
         del waits
-        own = {"rounds": self._rounds.state_dict(), **super().state_dict()}
+        own = {"rounds": self._rounds.state_dict(), "cut": self._cut, **super().state_dict()}
         if self.by_fragment:
             bases = [base for turn in range(len(self.fragments)) for base in self._base(turn)]
             own |= {"bases": by_name(self.parts, bases), "given": sorted(self._bases), "dues": self._dues}
         return own
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError also for what rounds hold of another cut."""
+        super().check(state)
+        theirs, own = any(state["rounds"].get("residuals", ())), any(self._rounds.residuals)
+        if theirs != own and not state["drained"]:
+            raise ValueError(
+                f"the state is of rounds with{'' if theirs else 'out'} residuals, and allreduce= is not: drain()"
+            )
+        if state["cut"] != self._cut and (not state["drained"] or self._own_residuals(state)):
+            raise ValueError(
+                f"what is under way is by vector, cut otherwise: the state is of {state['cut']} elements, this is of "
+                f"{self._cut}; make the {self.what} with the same bucket_bytes and fragments"
+            )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the rounds besides; of a drained state, in which nothing is under way, number and own residuals."""
         super().load_state_dict(state)
-        rounds = state["rounds"]
+        if self._used:
+            self._rounds.close()
+            self._open()
+        rounds, self._ended = state["rounds"], False
         if not state["drained"]:
             self._rounds.load_state_dict(rounds)
         else:
+            if residuals := self._own_residuals(state):
+                self._rounds.residuals = residuals
             self._rounds.begin_at(rounds["machine"]["round"])
-            if self._is_own(state):
-                self._rounds.residuals = rounds["residuals"]
         given = {turn: self.fragments[turn].parts for turn in state.get("given", ())}
         self._bases = {turn: [part.flat_of(state["bases"]) for part in parts] for turn, parts in given.items()}
         self._dues = [list(due) for due in state.get("dues", ())]
+
+    @property
+    def _cut(self) -> list[list[int]]:
+        """Elements of the vectors of each fragment."""
+        return [[part.bucket.numel for part in fragment.parts] for fragment in self.fragments]
+
+    def _own_residuals(self, state: Mapping[str, Any]) -> list[Any]:
+        """Residuals that this rank saved, where these rounds have some, too."""
+        theirs = state["rounds"].get("residuals", [])
+        return theirs if self._is_own(state) and any(theirs) and any(self._rounds.residuals) else []
+
+    def _count(self, turn: int) -> Block | Fragment:
+        """What counts the steps since a fragment was given."""
+        return self.fragments[turn] if self.by_fragment else self.block
 
     def _base(self, turn: int) -> list[Tensor]:
         """What a fragment's change is reckoned from."""
@@ -183,15 +229,16 @@ class OuterRounds(Driver):
     def _given(self, turn: int) -> tuple[list[Tensor], float]:
         """Change of a fragment, and its weight; from now on it counts as given."""
         fragment = self.fragments[turn]
-        weight, xs = self.own_weight(fragment), [part.gather() for part in fragment.parts]
+        weight, xs = self.own_weight(self._count(turn)), [part.gather() for part in fragment.parts]
         changes = [base - x for base, x in zip(self._base(turn), xs, strict=True)]
         self._bases[turn] = xs
         fragment.done, fragment.weight = 0, 0.0
         return changes, weight
 
     def _give(self, turn: int) -> tuple[list[Tensor], float]:
-        """Change of the fragment whose turn it is, of which a round is due `delay` steps later."""
-        self._dues.append([turn, self.delay or 0])
+        """Change of a fragment; of the first that is asked for a round is due `delay` steps later."""
+        if self._first is None:
+            self._first = turn
         return self._given(turn)
 
     def _take_due(self) -> None:

@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import TypeAlias
 
 import torch
@@ -17,27 +17,42 @@ _HEADER = struct.Struct("<BBBdqBdq")
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """Rounding of sums to so many bits an element.
+
+    residual: what it has left out before, on this rank; by_weight: of a mean, which the round's weight multiplies.
+    """
+
+    bits: int
+    residual: Sequence[Tensor]
+    by_weight: bool
+
+
 def partial_round(
-    header: Header, tensors: Sequence[Tensor], bits: int | None, rank: int, size: int
-) -> Schedule[tuple[list[Header], list[Tensor], list[Tensor]]]:
+    header: Header, tensors: Sequence[Tensor], rounding: Rounding | None, rank: int, size: int
+) -> Schedule[tuple[list[Header], list[Tensor], list[Tensor] | None]]:
     """All headers in rank order, and the sums over ranks, the same bits on all of them; none where nobody contributes.
 
-    tensors: 1-D, what this rank brings, or zeros. bits: of an element on the way; None: as it is. The third list is
-    what rounding to them has left out, which is this rank's to give again; empty without `bits`.
+    tensors: 1-D, what this rank brings, or zeros. The third list is the residual afterwards, which is this rank's to
+    give again; None where it stays as it was: where nothing is rounded, and in a round without weight, if it counts.
     """
     blocks = yield from schedules.allgather_blocks(packed(header), [_HEADER.size] * size, rank, size)
     headers = [unpacked(block) for block in blocks]
     if not any(header.contributes for header in headers):
-        return headers, [], []
-    totals, dropped = [], []
-    for own in tensors:
-        if bits is None:
+        return headers, [], None
+    weight = sum(each.weight for each in headers) if rounding is not None and rounding.by_weight else 1.0
+    totals, residual = [], []
+    if rounding is None or not weight:
+        for own in tensors:
             totals.append((yield from schedules.allreduce(own, rank, size)))
-        else:
-            rounded = yield from schedules.quantised_allreduce(own, rank, size, bits=bits)
-            totals.append(rounded.total)
-            dropped.append(rounded.dropped)
-    return headers, totals, dropped
+        return headers, totals, None
+    for own, left in zip(tensors, rounding.residual, strict=True):
+        x = own + (left if weight == 1 else left * weight)
+        rounded = yield from schedules.quantised_allreduce(x, rank, size, bits=rounding.bits)
+        totals.append(rounded.total)
+        residual.append(rounded.dropped.div_(weight))
+    return headers, totals, residual
 
 
 Ended: TypeAlias = tuple[list[Header], list[Tensor]]

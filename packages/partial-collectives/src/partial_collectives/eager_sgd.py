@@ -118,10 +118,11 @@ class EagerSGD(Wrapping):
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
         self._like, self._settings, self._round, self._generation = like, rounds, 0, 0
         self._named: tuple[str, ...] = ()  # members of the rounds' group
+        self._residuals: list[list[Tensor]] | None = None  # of rounds that have ended with their group
         self._elastic = self.comm if isinstance(self.comm, Elastic) else None
         self.enter()
         if self._elastic is None:
-            self._rounds = PartialAllreduce(like, self.comm, **rounds)
+            self._rounds = PartialAllreduce(like, self.comm, weighted=weighted, **rounds)
         else:
             self._agree(self._elastic, finished=False)
 
@@ -222,6 +223,8 @@ class EagerSGD(Wrapping):
         self.load_shared_state({**own, "round": own["rounds"]["machine"]["round"]})
         self._known, self._generation = None, 0
         if self._elastic is not None:
+            if (own.get("rank"), own.get("world_size")) == (self.comm.rank, self.comm.size):
+                self._rounds.residuals = own["rounds"]["residuals"]
             self._agree(self._elastic, finished=False)
 
     def shared_state(self) -> dict[str, Any]:
@@ -308,14 +311,14 @@ class EagerSGD(Wrapping):
         if parted:
             elastic.part(gone)
         if self._generation != elastic.generation:  # and nobody needs the last rounds any more
-            residuals = self._part()
+            self._part()
             rounds = self._settings.copy()
             if isinstance(quorum := rounds.get("quorum"), int):
                 rounds["quorum"] = min(quorum, elastic.size)
-            self._rounds = PartialAllreduce(self._like, elastic.group, **rounds)
+            self._rounds = PartialAllreduce(self._like, elastic.group, weighted=self._weighted, **rounds)
+            if self._residuals is not None:
+                self._rounds.residuals = self._residuals
             self._rounds.begin_at(self._round)
-            if residuals is not None:
-                self._rounds.residuals = residuals
             self._generation, self._named = elastic.generation, elastic.members
             self._rounds.name = elastic.members[elastic.rank]
         return unfinished
@@ -326,12 +329,11 @@ class EagerSGD(Wrapping):
             pass
         return self._rounds.complete
 
-    def _part(self) -> list[list[Tensor]] | None:
-        """Leaves the rounds of a group that has changed, waiting for nobody; their residuals, if there were rounds."""
-        if "_rounds" not in self.__dict__:
-            return None
-        self._rounds.__exit__(CollectiveError, CollectiveError("its ranks meet anew"), None)
-        return self._rounds.residuals
+    def _part(self) -> None:
+        """Leaves the rounds of a group that has changed, without waiting for anybody."""
+        if "_rounds" in self.__dict__:
+            self._rounds.__exit__(CollectiveError, CollectiveError("its ranks meet anew"), None)
+            self._residuals = self._rounds.residuals
 
     def _checked(self, weight: float | None) -> float:
         if weight is not None and not self._weighted:

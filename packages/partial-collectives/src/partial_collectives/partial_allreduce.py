@@ -49,7 +49,9 @@ class PartialAllreduce:
     and end it with `finish()` and `close()`.
 
     Fragments of something large take turns, so that a round sums one of them: round r the (r mod F)-th of F. A rank is
-    asked for that of the round which it enters next, and gives all of them what is left before it meets the others.
+    asked for that of the next round, and for those of rounds that it has missed since it gave last, whose turn comes
+    again; it gives all of them what is left before it meets the others. It is asked while the rounds stand still, so
+    the function computes, and calls no collective.
 
         with PartialAllreduce([[x] for x in fragments], comm) as partial:
             for _ in range(steps):
@@ -78,6 +80,8 @@ class PartialAllreduce:
             fragment, whether this rank gives something to it or not: Σ given = Σ applied + Σ residuals. A rank that
             dies takes its residual with it, and in a round that others had ended before they heard of a death the
             rounding of those that had not is given up.
+        weighted: Whether totals are divided by the weight of their round, not by a number of ranks. Residuals are then
+            of the mean, and each round multiplies them by its weight; one without weight leaves them as they are.
 
     Raises:
         CollectiveError: Ranks differ in `like` or settings.
@@ -95,6 +99,7 @@ class PartialAllreduce:
         seed: int = 0,
         on_death: Literal["error", "shrink"] = "error",
         compress: str | None = None,
+        weighted: bool = False,
     ) -> None:
         self._one = isinstance(like, Tensor)
         self._like = _fragments(like)
@@ -106,13 +111,15 @@ class PartialAllreduce:
         size, fragments = self.comm.size, len(self._like)
         rules = check_rules(quorum, max_staleness, any(waits), seed, size, fragments=fragments)
         shapes = " | ".join(", ".join(f"{tuple(one.shape)} {one.dtype}" for one in each) for each in self._like)
-        settings = f"quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=}"
+        settings = f"quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=}, {weighted=}"
         facts = f"PartialAllreduce({shapes}; {settings}{f', {compress=}' if compress else ''})"
         run(schedules.barrier(self.comm.rank, size), self.comm, facts=facts)
         flat = [[torch.empty(one.numel(), dtype=one.dtype) for one in each] for each in self._like]
         rounds = f"a round (a rank with no more steps calls finish()) of {facts}"
         shrinks, bits = on_death == "shrink", None if compress is None else BITS[compress]
-        self._rounds = PartialRounds(self.comm, rules, flat, waits, rounds, shrinks=shrinks, bits=bits)
+        self._rounds = PartialRounds(
+            self.comm, rules, flat, waits, rounds, shrinks=shrinks, bits=bits, weighted=weighted
+        )
         self._closed = False
 
     @property
@@ -143,13 +150,21 @@ class PartialAllreduce:
     def residuals(self) -> list[list[Tensor]]:
         """What rounding has left out on this rank, by fragment: 1-D, none without `compress`. May be set.
 
-        They are a part of `state_dict`; set them only where the rounds go on in another object.
+        They are a part of `state_dict`; set them before the first round, where others have ended in another object.
         """
         return self._rounds.residuals
 
     @residuals.setter
     def residuals(self, residuals: Sequence[Sequence[Tensor]]) -> None:
+        self._check_residuals(residuals)
         self._rounds.residuals = [[one.clone() for one in each] for each in residuals]
+
+    def _check_residuals(self, residuals: Sequence[Sequence[Tensor]]) -> None:
+        given, own = ([[one.shape for one in each] for each in of] for of in (residuals, self._rounds.residuals))
+        if given != own:
+            raise ValueError(
+                f"residuals of {given} elements are given, expected {own}: as like= and compress= are here"
+            )
 
     @property
     def lateness(self) -> Lateness:
@@ -163,7 +178,8 @@ class PartialAllreduce:
 
         Args:
             tensor: Tensors of the sizes of `like`; they may be changed afterwards. Where there are fragments, a
-                function that returns those of the fragment whose number it is given, and their weight.
+                function that returns those of the fragment whose number it is given, and their weight; it is called
+                once or, after rounds that this rank has missed, for several.
             weight: Factor on the tensor, of which rounds give the sum; not with a function.
 
         Returns:
@@ -183,6 +199,8 @@ class PartialAllreduce:
         self._refuse_closed("allreduce()")
         if callable(tensor):
             function = tensor
+            if weight != 1.0:
+                raise ValueError(f"weight is {weight!r} beside a function, which returns the weight of each fragment")
             self._rounds.deposit(lambda fragment: self._copies(*function(fragment), fragment), leaving)
         elif len(self._like) > 1:
             raise TypeError(f"allreduce() is given {type(tensor).__name__}, expected a function of the fragment")
@@ -196,6 +214,8 @@ class PartialAllreduce:
         Args:
             leaving: How many of the last rounds stay for a later call, if there are two or more.
         """
+        if leaving < 0:
+            raise ValueError(f"leaving is {leaving}, expected a number of rounds, 0 or more")
         self._rounds.wait_for_one()
         return self._taken(leaving=leaving)
 
@@ -260,15 +280,20 @@ class PartialAllreduce:
             CollectiveError: The states of the ranks are of different rounds.
         """
         self._refuse_begun("load_state_dict()")
+        if not joins:
+            self._check_residuals(state["residuals"])
         machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
         facts = f"going on with partial rounds from {machine}"
         self._rounds.restore(state, joins=joins)  # before any rank goes on, and its signals come
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
+        self._rounds.go_on()
 
     def begin_at(self, number: int) -> None:
         """Begins with the round of this number; for every rank to call, alike, before its first `allreduce()`."""
         self._refuse_begun("begin_at()")
-        self._rounds.machine.round = number  # before any rank goes on, and its signals come
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(f"a round's number is {number!r}, expected a whole one from 0 on")
+        self._rounds.machine.begin_at(number)  # before any rank goes on, and its signals come
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"beginning at partial round {number}")
 
     def __enter__(self) -> Self:
@@ -295,6 +320,10 @@ class PartialAllreduce:
         rounds, machine = self._rounds, self._rounds.machine
         copies = {fragment: self._copies(*given, fragment) for fragment, given in (last or {}).items()}
         if machine.over:
+            if copies:
+                raise RuntimeError(
+                    "something is given after the last round: make a new PartialAllreduce, on every rank"
+                )
             yield from self._taken()
             return
         meeting = machine.meetings + 1 if stage is Stage.PAUSED else None
@@ -372,7 +401,7 @@ def _fragments(like: Tensors | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]
 
 
 def _check_like(like: Sequence[Tensor], compress: str | None) -> None:
-    if not (compress is None or compress in BITS):
+    if not (compress is None or compress in tuple(BITS)):
         raise ValueError(f"compress is {compress!r}, expected None or one of {tuple(BITS)}")
     if not like or not all(isinstance(one, Tensor) for one in like):
         raise TypeError("like is no tensor, and no list of tensors: expected what shall be summed")

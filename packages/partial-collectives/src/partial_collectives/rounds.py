@@ -14,7 +14,7 @@ import torch
 from communicators import Attempt, CollectiveError, Communicator, LeftOutError, Schedule, Work, start
 from torch import Tensor
 
-from partial_collectives.collective import Ended, partial_round, recovery
+from partial_collectives.collective import Ended, Rounding, partial_round, recovery
 from partial_collectives.deposits import Copies, Deposits
 from partial_collectives.protocol.events import Action, Header, Join, Kind, LeftOut, Recover, Signal, Stage
 from partial_collectives.protocol.machine import Machine
@@ -32,12 +32,12 @@ class PartialRounds:
 
     Everything that happens comes as a signal, also that the collective of a round is over, and is dealt with by one
     thread at a time: by the process's background engine, or by the loop of a simulated world.
-    like: of each fragment, 1-D tensors in host memory, where all of this takes place. bits: of an element on the way;
-    residuals: of each fragment what rounding has left out, which goes into its next round. grace: how long a round
-    waits once its quorum is there, as a share of the median time between the last rounds, or in seconds. results:
-    rounds that were not taken yet; totals are lists of 1-D tensors. began: when this rank entered the last rounds, by
-    the communicator's clock. shrinks: whether the others go on where a rank has died. given_up: ranks that have not
-    answered, and were left out. name: of this rank, in errors.
+    like: of each fragment, 1-D tensors in host memory, where all of this takes place. bits: of an element on the way,
+    None as it is; residuals: of each fragment what rounding has left out, which goes into its next round, of a mean if
+    it is `weighted`. grace: how long a round waits once its quorum is there, as a share of the median time between the
+    last rounds, or in seconds. results: rounds that were not taken yet; totals are lists of 1-D tensors. began: when
+    this rank entered the last rounds, by the communicator's clock. shrinks: whether the others go on where a rank has
+    died. given_up: ranks that have not answered, and were left out. name: of this rank, in errors.
     """
 
     def __init__(
@@ -50,9 +50,14 @@ class PartialRounds:
         *,
         shrinks: bool,
         bits: int | None = None,
+        weighted: bool = False,
     ) -> None:
         self.machine, self.deposits = Machine(comm.rank, comm.size, rules), [Deposits(each) for each in like]
-        self._bits, self.residuals = bits, [list[Tensor]() if bits is None else _zeros(each) for each in like]
+        self._bits, self._weighted, self.residuals = (
+            bits,
+            weighted,
+            [list[Tensor]() if bits is None else _zeros(each) for each in like],
+        )
         self.results: deque[PartialResult] = deque()
         self.lateness = Lateness(comm.size)
         self.began: deque[float] = deque(maxlen=MOST_BEGAN)
@@ -76,17 +81,17 @@ class PartialRounds:
             self._signals = comm.signals(self._on_signal)
 
     def deposit(self, copies_of: Callable[[int], tuple[Copies, float]], leaving: int) -> None:
-        """Gives a gradient, which the next round that this rank enters takes.
+        """Gives a gradient to the next round, and to fragments of rounds that this rank has missed.
 
-        copies_of: of the fragment of that round, and their weight. leaving: how many rounds are to be taken before.
+        copies_of: of a fragment, and their weight. leaving: how many rounds are to be taken before.
         """
         with self._lock:  # or the rounds would go on meanwhile
             self._check()
-            fragment = self.machine.next_fragment
-            (copies, finite), weight = copies_of(fragment)
+            given = {fragment: copies_of(fragment) for fragment in self.machine.next_fragments()}
             self._at_meeting = None
             self._arrivals.arrived(self._comm.clock())
-            self.deposits[fragment].add(copies, weight, finite)
+            for fragment, ((copies, finite), weight) in given.items():
+                self.deposits[fragment].add(copies, weight, finite)
             self._leaving = leaving
             self._do(self.machine.deposited(behind=len(self.results) > leaving))
 
@@ -173,25 +178,30 @@ class PartialRounds:
         self.wait(lambda: self._at_meeting is not None or (not self.machine.joined and not self.machine.recovering))
         with self._lock:
             if self._at_meeting is not None:  # others may have gone on, and rounds with them
-                return {"machine": dict(self._at_meeting), **self._held(), "results": []}
+                return {**self._at_meeting, "deposits": [one.state() for one in self.deposits], "results": []}
             results = [dict(vars(result)) for result in self.results]
-            return {"machine": self.machine.state(), **self._held(), "results": results}
+            return {**self._between(), "deposits": [one.state() for one in self.deposits], "results": results}
 
     def restore(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
         """Restores what `state` gave, before the first round. joins: a peer's state, whose deposits stay there."""
         with self._lock:
-            peers = {"held": [], "stage": Stage.RUNNING} if joins else {}
+            owes_nothing = {"held": [], "waits": False, "given": state["machine"]["round"] - 1}
+            peers = {**owes_nothing, "stage": Stage.RUNNING} if joins else {}
             self.machine.restore({**state["machine"], **peers})
             if not joins:
                 for deposits, theirs in zip(self.deposits, state["deposits"], strict=True):
                     deposits.restore(theirs)
-                self.residuals = [[one.clone() for one in each] for each in state["residuals"]]
+                self.residuals, self._leaving = _copies(state["residuals"]), state["leaving"]
             self.results = deque(PartialResult(**result) for result in state["results"])
 
-    def _held(self) -> dict[str, Any]:
-        """What this rank is to give yet."""
-        residuals = [[one.clone() for one in each] for each in self.residuals]
-        return {"deposits": [deposits.state() for deposits in self.deposits], "residuals": residuals}
+    def go_on(self) -> None:
+        """Goes on after `restore`, once it was called on all ranks."""
+        with self._lock:
+            self._do(self.machine.rested(self.machine.stage))
+
+    def _between(self) -> dict[str, Any]:
+        """State of this rank in the rounds, but for what it has given since the last one."""
+        return {"machine": self.machine.state(), "residuals": _copies(self.residuals), "leaving": self._leaving}
 
     def _on_signal(self, source: int, value: int) -> None:
         round_, kind = divmod(value, KINDS)
@@ -236,10 +246,11 @@ class PartialRounds:
         self.deposits[fragment] = Deposits(taken.like)
         brings = (taken.weight, taken.count, taken.finite)
         header = Header(join.stage, join.contributes, join.fresh, *brings, late, late_round)
+        rounding = None
+        if self._bits is not None:
+            rounding = Rounding(self._bits, self.residuals[fragment], self._weighted)
         own = taken.tensors or _zeros(taken.like)
-        if residual := self.residuals[fragment]:
-            own = [one + kept for one, kept in zip(own, residual, strict=True)]
-        self._begin(partial(partial_round, header, own, self._bits), f"round {join.round}")
+        self._begin(partial(partial_round, header, own, rounding), f"round {join.round}")
 
     def _abandon(self) -> None:
         """Cancels the collective under way, whose end is of no use to this rank any more."""
@@ -278,11 +289,11 @@ class PartialRounds:
         elif collective is not None and collective.error is not None:
             raise CollectiveError(str(collective.error)) from collective.error
         elif not self.machine.recovering:
-            headers, totals, dropped = self._value
-            self._end_round(self._of_all(headers, totals), self.machine.completed, dropped)
+            headers, totals, residual = self._value
+            self._end_round(self._of_all(headers, totals), self.machine.completed, residual)
         elif self._value is not None:
-            dropped = _zeros(self.residuals[self._fragment])  # what it was nobody knows
-            self._end_round(self._value, self.machine.recovered, dropped)
+            residual = _zeros(self.residuals[self._fragment]) if self._value[1] else None  # what it was nobody knows
+            self._end_round(self._value, self.machine.recovered, residual)
         else:
             if self.machine.joined and self._brought is not None:
                 self.deposits[self._fragment].put_back(self._brought)
@@ -294,17 +305,17 @@ class PartialRounds:
         of = dict(zip(sorted(self.machine.members), headers, strict=True))
         return [of.get(rank, Header(Stage.GONE)) for rank in range(self._comm.size)], totals
 
-    def _end_round(self, ended: Ended, tell: Callable[..., list[Action]], dropped: list[Tensor]) -> None:
+    def _end_round(self, ended: Ended, tell: Callable[..., list[Action]], residual: list[Tensor] | None) -> None:
         headers, totals = ended
-        if totals:
-            self.residuals[self._fragment] = dropped
+        if residual is not None:
+            self.residuals[self._fragment] = residual
         round_, self._brought = self.machine.round, None
         if self._shrinks:
             self._last = headers, [total.clone() for total in totals]  # the user may change what he gets
         meetings = self.machine.meetings
         actions = tell(headers, behind=len(self.results) + 1 > self._leaving)
         if self.machine.meetings > meetings and not self.machine.over:
-            self._at_meeting = self.machine.state()
+            self._at_meeting = self._between()
         self.lateness.record(headers)
         if totals:
             self.results.append(self._result(round_, headers, totals))
@@ -359,6 +370,10 @@ class PartialRounds:
         machine = self.machine
         whom = "all others to end it" if machine.joined else f"rank {machine.coordinator} to begin it"
         return f"rank {machine.rank} waits in partial round {machine.round} for {whom}"
+
+
+def _copies(lists: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    return [[one.clone() for one in each] for each in lists]
 
 
 def _zeros(like: Sequence[Tensor]) -> list[Tensor]:

@@ -24,8 +24,10 @@ class Machine:
     has, all take back what they brought, and begin it anew. What a rank that is gone had brought to a round that is
     over is in it; the rest is given up.
 
-    Fragments take turns: a round is of one of them, and takes what was deposited for it alone. A rank that holds
-    something for another one has not ended, whatever its stage.
+    Fragments take turns: a round is of one of them, and takes what was deposited for it alone. A rank gives to the
+    round that it enters next, or to the one after that to which it gave last, and to those that it has missed since:
+    their turn comes again. One that holds something for a later round is not waited for, and has not ended, whatever
+    its stage.
 
     Differs from the paper: there, late gradients are overwritten, and any rank may be drawn, also one that has ended.
 
@@ -45,6 +47,7 @@ class Machine:
         self.meetings, self.met, self.complete = 0, NEVER, False
         self.members, self.recovering = frozenset(range(size)), False
         self._held = set[int]()  # fragments for which something was deposited
+        self._given = NEVER  # last round to which something was given
         self._waits = self._brought = False
         self._told, self._announced, self._granted = NEVER, NEVER, NEVER
         self._arrived: dict[int, set[int]] = {}
@@ -60,17 +63,20 @@ class Machine:
         """Rank that counts the arrivals at the current round."""
         return self.rules.drawn(self.round, self.running)
 
-    @property
-    def next_fragment(self) -> int:
-        """Fragment of the round that this rank enters next."""
-        return (self.round + self.joined) % self.rules.fragments
+    def next_fragments(self) -> list[int]:
+        """Fragments to which this rank gives: of the next round that it has given nothing to, and of missed ones."""
+        enters = self.round + self.joined
+        last, count = max(enters, self._given + 1), self.rules.fragments
+        missed = range(max(self._given + 1, enters - count + 1), enters)
+        return [last % count, *(number % count for number in missed)]
 
     def deposited(self, *, behind: bool) -> list[Action]:
-        """Event: this rank has a gradient to give to the next fragment.
+        """Event: this rank has given to the next fragments.
 
         behind: it has results to apply, so it does not wait for another.
         """
-        self._held.add(self.next_fragment)
+        self._held.update(self.next_fragments())
+        self._given = max(self.round + self.joined, self._given + 1)
         self._waits = not behind
         return self._go_on()
 
@@ -139,6 +145,10 @@ class Machine:
         self._end_round(headers, behind)
         return self._go_on()
 
+    def begin_at(self, number: int) -> None:
+        """Begins with the round of this number."""
+        self.round, self._given = number, number - 1
+
     def state(self) -> dict[str, Any]:
         """State between rounds: where to go on, the same on all ranks but for the stage."""
         return {
@@ -150,6 +160,8 @@ class Machine:
             "gone": sorted(set(range(self.size)) - self.members),
             "stage": int(self.stage),
             "held": sorted(self._held),
+            "given": self._given,
+            "waits": self._waits,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -159,6 +171,7 @@ class Machine:
         """
         everyone, back = frozenset(range(self.size)), frozenset(state.get("gone", ()))
         self.round, self.missed, self._held = state["round"], list(state["missed"]), set(state["held"])
+        self._given, self._waits = state["given"], state["waits"]
         self.running = back.union(state["running"]) if state["running"] else everyone
         self.unfinished = back.union(state["unfinished"]) if state["unfinished"] else everyone
         self.stage = Stage(state["stage"]) if state["unfinished"] else Stage.RUNNING
@@ -179,6 +192,7 @@ class Machine:
         ]
         if not running and self.stage is Stage.PAUSED:
             self.stage = Stage.RUNNING
+            self._given = max(self._given, self.round)  # it owes nothing
         if any(header.contributes for header in headers):
             self._waits = self._waits and not behind
         self._arrived.pop(self.round, None)
@@ -198,7 +212,8 @@ class Machine:
 
     def _arrive(self) -> None:
         at_rest = self.stage is not Stage.RUNNING
-        if self._announced == self.round or self.rank not in self.running or not (self._waits or at_rest):
+        waits = bool(self._held) and self._waits
+        if self._announced == self.round or self.rank not in self.running or not (waits or at_rest):
             return
         self._announced = self.round
         if self.rules.alone:
@@ -227,7 +242,7 @@ class Machine:
     def _is_waited_for(self) -> bool:
         """Whether the round must not go on without a gradient of this rank."""
         behind = self.missed[self.rank] >= self.rules.max_staleness
-        return behind and self._fragment not in self._held and self.stage is Stage.RUNNING
+        return behind and not self._held and self.stage is Stage.RUNNING
 
     def _join(self) -> None:
         self.joined, self._brought = True, self._fragment in self._held
