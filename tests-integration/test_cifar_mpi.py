@@ -142,7 +142,6 @@ def test_the_demo_starts_its_own_workers_and_shows_a_table_and_a_plot(demo):
     assert (folder / "shown" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.quick
 def test_started_as_torchrun_does_it_trains_the_same_bits(demo, processes, tmp_path):
     folder, _ = demo
     flags = f"--algorithm gtopk --max-epochs 1 --output {tmp_path / 'run'}"

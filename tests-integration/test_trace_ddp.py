@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+import pytest
+
 SCRIPT = """
 import json, sys
 import torch, torch.distributed as dist
@@ -49,6 +51,7 @@ def spans(events, name):
     return sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"]), e["tid"]) for e in found)
 
 
+@pytest.mark.quick
 def test_selection_and_exchange_are_seen_beside_backward(processes, tmp_path):
     script, trace = tmp_path / "train.py", tmp_path / "trace.json"
     script.write_text(SCRIPT)
