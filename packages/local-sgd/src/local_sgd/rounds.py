@@ -219,11 +219,11 @@ class OuterRounds(Driver):
         return theirs if self._is_own(state) and any(theirs) and any(self._rounds.residuals) else []
 
     def _count(self, turn: int) -> Block | Fragment:
-        """What counts the steps since a fragment was given."""
+        """Counter of the steps since a fragment was given."""
         return self.fragments[turn] if self.by_fragment else self.block
 
     def _base(self, turn: int) -> list[Tensor]:
-        """What a fragment's change is reckoned from."""
+        """Vectors from which a fragment's change is reckoned."""
         return self._bases.get(turn) or [part["anchor"] for part in self.fragments[turn].parts]
 
     def _given(self, turn: int) -> tuple[list[Tensor], float]:
@@ -261,7 +261,7 @@ class OuterRounds(Driver):
             parts, rule, base = fragment.parts, fragment.rule, self._bases.pop(one.fragment, None)
             assert isinstance(rule, OuterStep)
             xs = [part.gather() for part in parts]
-            since = [x - x for x in xs]
+            since = [torch.zeros_like(x) for x in xs]
             if base is None:  # x stays as far from z
                 since = [x - part["anchor"] for x, part in zip(xs, parts, strict=True)]
             elif one.fragment != due:

@@ -148,7 +148,7 @@ class PartialAllreduce:
 
     @property
     def residuals(self) -> list[list[Tensor]]:
-        """What rounding has left out on this rank, by fragment: 1-D, none without `compress`. May be set.
+        """Residuals of this rank by fragment, left out by rounding: 1-D, none without `compress`. May be set.
 
         They are a part of `state_dict`; set them before the first round, where others have ended in another object.
         """

@@ -340,7 +340,7 @@ class PartialRounds:
 
     @property
     def _fragment(self) -> int:
-        """Of the current round."""
+        """Fragment of the current round."""
         return self.machine.round % self.machine.rules.fragments
 
     def _gone(self) -> frozenset[int]:
