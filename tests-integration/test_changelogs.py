@@ -10,8 +10,6 @@ import pytest
 
 from release.packages import ROOT, packages
 
-pytestmark = pytest.mark.quick
-
 PACKAGES = packages()
 NAME = re.compile(r"(\d+|\+[a-z0-9-]+)\.(added|changed|fixed|removed)\.md")
 FRAGMENTS = [(name, file) for name, package in PACKAGES.items() for file in sorted(package.folder.glob("changes/*"))]

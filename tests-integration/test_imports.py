@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from imported_modules import imported
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "communicators",
