@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from itertools import pairwise
 
 import pytest
 import torch
-from communicators import SimulatedWorld, barrier
+from communicators import Elastic, SimulatedWorld, barrier
 from hypothesis import given
 from hypothesis import strategies as st
-from partial_collectives import PartialAllreduce
+from partial_collectives import EagerSGD, PartialAllreduce
 
 pytestmark = pytest.mark.quick
 
@@ -230,6 +231,50 @@ def test_two_gradients_in_one_round_make_no_empty_ones():
         return rounds
 
     assert SimulatedWorld(3).run(body) == [3] * 3
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_eager_sgd_goes_on_with_its_residuals(elastic):
+    """From a checkpoint, over an Elastic too, whose rounds begin anew."""
+
+    def made(comm):
+        p = torch.nn.Parameter(torch.zeros(64))
+        inner, world = torch.optim.SGD([p], lr=0.1), Elastic(comm) if elastic else comm
+        return p, EagerSGD(inner, [("p", p)], comm=world, quorum=comm.size, compress="int2")
+
+    def trains(comm, p, optimizer, numbers):
+        for number in numbers:
+            comm.elapse(1e-3)
+            p.grad = torch.randn(64, generator=torch.Generator().manual_seed(100 * comm.rank + number))
+            optimizer.step()
+
+    def ends(comm, p, optimizer):
+        trains(comm, p, optimizer, range(6, 12))
+        optimizer.finish()
+        optimizer.close()
+        return p.tolist()
+
+    def begins(comm):
+        p, optimizer = made(comm)
+        trains(comm, p, optimizer, range(6))
+        optimizer.synchronize()
+        return p, optimizer
+
+    def saves(comm):
+        p, optimizer = begins(comm)
+        saved = copy.deepcopy((p.data, optimizer.state_dict()))
+        optimizer.finish()
+        optimizer.close()
+        return saved
+
+    def resumes(comm):
+        p, optimizer = made(comm)
+        p.data.copy_(saved[comm.rank][0])
+        optimizer.load_state_dict(saved[comm.rank][1])
+        return ends(comm, p, optimizer)
+
+    saved = SimulatedWorld(2).run(saves)
+    assert SimulatedWorld(2).run(resumes) == SimulatedWorld(2).run(lambda comm: ends(comm, *begins(comm)))
 
 
 def test_errors_say_what_is_expected():

@@ -219,12 +219,12 @@ class EagerSGD(Wrapping):
             )
         if self._elastic is None:
             self._rounds.load_state_dict(own["rounds"])
+        elif (own.get("rank"), own.get("world_size")) == (self.comm.rank, self.comm.size):
+            self._rounds.residuals = own["rounds"]["residuals"]  # of which the next rounds have a copy
         self.optimizer.load_state_dict(wrapped)
         self.load_shared_state({**own, "round": own["rounds"]["machine"]["round"]})
         self._known, self._generation = None, 0
         if self._elastic is not None:
-            if (own.get("rank"), own.get("world_size")) == (self.comm.rank, self.comm.size):
-                self._rounds.residuals = own["rounds"]["residuals"]
             self._agree(self._elastic, finished=False)
 
     def shared_state(self) -> dict[str, Any]:

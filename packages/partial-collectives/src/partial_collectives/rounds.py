@@ -53,11 +53,8 @@ class PartialRounds:
         weighted: bool = False,
     ) -> None:
         self.machine, self.deposits = Machine(comm.rank, comm.size, rules), [Deposits(each) for each in like]
-        self._bits, self._weighted, self.residuals = (
-            bits,
-            weighted,
-            [list[Tensor]() if bits is None else _zeros(each) for each in like],
-        )
+        self._bits, self._weighted = bits, weighted
+        self.residuals = [list[Tensor]() if bits is None else _zeros(each) for each in like]
         self.results: deque[PartialResult] = deque()
         self.lateness = Lateness(comm.size)
         self.began: deque[float] = deque(maxlen=MOST_BEGAN)
