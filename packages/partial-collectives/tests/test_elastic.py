@@ -47,7 +47,7 @@ def counting(comm, log, *, late=0.0, epochs=3, seed=0, **rounds):
                 log.given[comm.rank] += 1
                 optimizer.step()
             optimizer.synchronize()
-            log.met[optimizer._round].append((w.tolist(), optimizer.applied, optimizer.gradients))
+            log.met[optimizer._elastic.number].append((w.tolist(), optimizer.applied, optimizer.gradients))
             log.sizes.add(world.size)
     return w.tolist(), optimizer.applied, optimizer.gradients, world.generation
 

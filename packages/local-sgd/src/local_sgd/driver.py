@@ -77,6 +77,8 @@ class Driver:
     """
 
     two_levels = False
+    meets = False
+    """Whether ranks come to its exchanges each after as many steps as it likes."""
     inelastic: ClassVar[str] = ""
     """Reason why its ranks cannot come and go."""
 
@@ -137,6 +139,12 @@ class Driver:
             comm.atomic(lambda: run(schedules.barrier(comm.rank, comm.size), comm, facts=facts))
         whole_model = [*self.rule.state_dict(), *["arrived"] * self.rule.overlaps]
         self.needs = [*NEEDS, *(["turn", "launched", "fragments"] if self.by_fragment else whole_model)]
+
+    def enter(self) -> None:
+        """Begins what follows a newcomer's state."""
+
+    def regrouped(self) -> None:
+        """Follows a change of an elastic group."""
 
     def count(self, weight: float) -> None:
         """Counts a step, applies the means that are due, and exchanges what comes next."""

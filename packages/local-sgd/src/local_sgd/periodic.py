@@ -109,6 +109,7 @@ class PeriodicAveraging(Wrapping):
         self._showing, self._unseen, self._warned = False, 0, False
         self._expected: int | None = None
         self.enter()
+        self._driver.enter()
 
     @property
     def sync_every(self) -> Every:
@@ -178,7 +179,8 @@ class PeriodicAveraging(Wrapping):
         """
         self._refuse_shown("average()")
         self.admit()
-        self.comm.catch_up()
+        if not self._driver.meets:
+            self.comm.catch_up()
         self._driver.depart()
         self._unseen = 0
         self._driver.count(self._checked(weight))
@@ -289,6 +291,9 @@ class PeriodicAveraging(Wrapping):
 
     gathered_state_dict.__doc__ = Wrapping.gathered_state_dict.__doc__
 
+    def regrouped(self) -> None:
+        self._driver.regrouped()
+
     def shared_state(self) -> dict[str, Any]:
         ranks = [fragment.ranks for fragment in self._driver.fragments]
         before = by_name(self._driver.parts, self._driver.before) if self._driver.before else {}
@@ -349,7 +354,7 @@ class PeriodicAveraging(Wrapping):
         self._refuse_shown("drain() and finish()")
         if self._unseen:
             raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
-        if most is None:
+        if most is None or self._driver.meets:
             self.admit()
         self._driver.depart()
         self._driver.end(most=most)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
-from communicators import CollectiveError, Communicator
+from communicators import CollectiveError, Communicator, Elastic
+from replicas import ElasticRounds
 from torch import Tensor
 
 from local_sgd.driver import Block, Driver
@@ -28,6 +29,8 @@ contribute, fragments taking turns; every rank gets every round once, in order, 
   (tensors, weight) that are contributed before;
 - finish(last) ends this rank's contributions; returns the remaining rounds; close() closes, together with all others;
 - __exit__(kind, error, trace) tells the others of an error;
+- over an `Elastic` moreover all that `replicas.ElasticRounds` uses: a rank that sets `calls` asks all to meet, which
+  `called` says after the round; `members`, `given_up` and `complete` say who is gone, `round` which one is next;
 - state_dict() gives contributions in no round yet, rounds that were not returned, and the position in the rounds;
   load_state_dict(state), which all ranks call, restores it. Its ["machine"]["round"] is the number of the current
   round, from which begin_at(number), which all ranks call, goes on, too; "residuals" is what rounding has left out on
@@ -53,15 +56,15 @@ class OuterRounds(Driver):
     stay: x is what the rule makes of x as it was given, plus what has changed since; x + z′ − z where nothing was
     given. Nothing is given twice: Δ is z − x, or the change since x was given.
 
+    Over an `Elastic` rounds go on without ranks that die. Where others wait, or rounds have lost a rank, all meet: each
+    gives the steps of its block so far, after the step under way, and all begin another block.
+
     bases: x of the fragments that were given, and are not applied yet, as it was given, by turn.
     dues: of each time that something was given, turn and number of steps until a round is applied.
     """
 
     rule: OuterStep
-    inelastic = (
-        "its rounds have no step that all ranks take together, at which one could come: over fixed ranks, those that "
-        "die are left behind by partial(PartialAllreduce, on_death='shrink')"
-    )
+    meets = True
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class OuterRounds(Driver):
                 f"{', '.join(waits)}: all ranks wait for each other there, which rounds do not: leave it out"
             )
         self._make, self._ended = make, False
+        self._elastic: ElasticRounds | None = None
         self._bases: dict[int, list[Tensor]] = {}
         self._dues: list[list[int]] = []
         self._used = False  # whether something was given to these rounds
@@ -96,6 +100,11 @@ class OuterRounds(Driver):
         """Begins the outer optimizers, and makes the rounds, which are all that is exchanged."""
         super().connect()
         self.needs += ["rounds", "cut", *(["bases", "given", "dues"] if self.by_fragment else [])]
+        if isinstance(self.comm, Elastic):
+            self._elastic = ElasticRounds(self.owner, self.comm, self._made)
+
+    def enter(self) -> None:
+        """Makes the rounds, which are all that is exchanged, with all other ranks."""
         try:
             self._open()
         except (AttributeError, TypeError) as error:
@@ -104,11 +113,22 @@ class OuterRounds(Driver):
             )
             raise
 
+    def _made(self, comm: Communicator) -> Any:
+        like = [[part["anchor"] for part in fragment.parts] for fragment in self.fragments]
+        return self._make(like, comm, **({"weighted": True} if self._weighted else {}))
+
     def _open(self) -> None:
         """Makes the rounds; all ranks do."""
-        like = [[part["anchor"] for part in fragment.parts] for fragment in self.fragments]
-        self._rounds = self._make(like, self.comm, **({"weighted": True} if self._weighted else {}))
+        if self._elastic is None:
+            self._rounds = self._made(self.comm)
+        self.regrouped()
         self._used = False
+
+    def regrouped(self) -> None:
+        """Has the others, and newcomers, meet in new rounds."""
+        if self._elastic is not None:
+            self._elastic.agree()
+            self._rounds = self._elastic.current
 
     def count(self, weight: float) -> None:
         """Counts a step; applies the rounds that are due, and gives what comes next."""
@@ -124,6 +144,8 @@ class OuterRounds(Driver):
                 self._take_rounds()
             self.next_boundary(self.fragments[0].averaging)
             self._first, self._used = None, True
+            if self._elastic is not None:
+                self._elastic.call()
             self._rounds.give(self._give, leaving=len(self._dues))
             assert self._first is not None
             self._dues.append([self._first, self.delay or 0])
@@ -131,18 +153,36 @@ class OuterRounds(Driver):
             self._take_due()
         if self._launched == len(self.fragments):
             self._end_block()
+        if self._elastic is not None and self._elastic.called:
+            self.end(most=1)
 
     def end(self, *, most: int | None) -> None:
         """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
         self.next_boundary(self.fragments[0].averaging)
         last = {turn: self._given(turn) for turn in range(len(self.fragments)) if self.own_weight(self._count(turn))}
         self._used = True
-        if most is not None:
+        if self._elastic is not None and not self._ended:
+            self._meet(self._elastic, last, finished=most is None)
+            last = {}
+        elif most is not None:
             self._apply(self._rounds.synchronize(last))
-        elif not self._ended:
+        if most is None and not self._ended:
             self._apply(self._rounds.finish(last))
             self._rounds.close()
             self._ended = True
+        self._rest()
+
+    def _meet(self, elastic: ElasticRounds, last: Mapping[int, Any], *, finished: bool) -> None:
+        """Meets all others; a rank that has finished does so until they have, too."""
+        over = False
+        while not over:
+            self._apply(self._rounds.synchronize(last))
+            self._rest()  # a newcomer may get it
+            over, last = elastic.met(finished=finished) or not finished, {}
+            self._rounds = elastic.current
+
+    def _rest(self) -> None:
+        """Takes z, with nothing under way."""
         self._bases, self._dues = {}, []
         self.put(self.parts, [part["anchor"] for part in self.parts])
         self._end_block()
@@ -169,8 +209,9 @@ class OuterRounds(Driver):
         self._rounds.__exit__(type(error), error, error.__traceback__)
 
     def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
-        """State of the rounds besides."""
-        del waits
+        """State of the rounds besides; for newcomers, when nothing is under way, the number of the next one alone."""
+        if self._elastic is not None and not waits:
+            return {"round": self._elastic.number, **super().state_dict()}
         own = {"rounds": self._rounds.state_dict(), "cut": self._cut, **super().state_dict()}
         if self.by_fragment:
             bases = [base for turn in range(len(self.fragments)) for base in self._base(turn)]
@@ -180,6 +221,8 @@ class OuterRounds(Driver):
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError also for what rounds hold of another cut."""
         super().check(state)
+        if self._elastic is not None and not state["drained"]:
+            raise ValueError("the state was taken between two meetings, of ranks that may be others now: drain() first")
         theirs, own = any(state["rounds"].get("residuals", ())), any(self._rounds.residuals)
         if theirs != own and not state["drained"]:
             raise ValueError(
@@ -194,10 +237,14 @@ class OuterRounds(Driver):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the rounds besides; of a drained state, in which nothing is under way, number and own residuals."""
         super().load_state_dict(state)
+        self._ended = False
+        if self._elastic is not None:
+            self._go_on(self._elastic, state)
+            return
         if self._used:
             self._rounds.close()
             self._open()
-        rounds, self._ended = state["rounds"], False
+        rounds = state["rounds"]
         if not state["drained"]:
             self._rounds.load_state_dict(rounds)
         else:
@@ -207,6 +254,14 @@ class OuterRounds(Driver):
         given = {turn: self.fragments[turn].parts for turn in state.get("given", ())}
         self._bases = {turn: [part.flat_of(state["bases"]) for part in parts] for turn, parts in given.items()}
         self._dues = [list(due) for due in state.get("dues", ())]
+
+    def _go_on(self, elastic: ElasticRounds, state: Mapping[str, Any]) -> None:
+        """Goes on from a drained state, where all ranks load it, or from what a newcomer was given."""
+        if "rounds" not in state:
+            elastic.number = state["round"]
+            return
+        elastic.begin_anew(state["rounds"]["machine"]["round"], self._own_residuals(state) or None)
+        self._open()
 
     @property
     def _cut(self) -> list[list[int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from partial_collectives.protocol.events import Header, Stage
 
-_HEADER = struct.Struct("<BBBdqBdq")
+_HEADER = struct.Struct("<BBBdqBdqB")
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -92,7 +92,9 @@ def packed(header: Header) -> Tensor:
 
 def unpacked(block: Tensor) -> Header:
     """Header from the bytes of `packed`; CollectiveError for other bytes."""
-    stage, contributes, fresh, weight, deposits, finite, *late = _HEADER.unpack(bytes(block.tolist()))
-    if stage not in tuple(Stage) or max(contributes, fresh, finite) > 1:
+    stage, contributes, fresh, weight, deposits, finite, late, late_round, calls = _HEADER.unpack(bytes(block.tolist()))
+    if stage not in tuple(Stage) or max(contributes, fresh, finite, calls) > 1:
         raise CollectiveError("the header of a partial round is not one: do all ranks run the same version?")
-    return Header(Stage(stage), bool(contributes), bool(fresh), weight, deposits, bool(finite), *late)
+    return Header(
+        Stage(stage), bool(contributes), bool(fresh), weight, deposits, bool(finite), late, late_round, bool(calls)
+    )

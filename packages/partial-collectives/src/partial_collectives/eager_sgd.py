@@ -1,5 +1,6 @@
 """`EagerSGD`: any torch optimizer, stepped once for every round of a partial allreduce of gradients."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -7,7 +8,7 @@ from typing import Any, Self, Unpack, cast
 
 import torch
 from communicators import CollectiveError, Elastic, buckets_of, run, schedules
-from replicas import Buffers, Wrapping
+from replicas import Buffers, ElasticRounds, Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -116,15 +117,12 @@ class EagerSGD(Wrapping):
             for bucket in buckets_of(self._trained)
         ]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
-        self._like, self._settings, self._round, self._generation = like, rounds, 0, 0
-        self._named: tuple[str, ...] = ()  # members of the rounds' group
-        self._residuals: list[list[Tensor]] | None = None  # of rounds that have ended with their group
-        self._elastic = self.comm if isinstance(self.comm, Elastic) else None
+        make = partial(PartialAllreduce, like, weighted=weighted, **rounds)
+        self._elastic = ElasticRounds(weakref.proxy(self), self.comm, make) if isinstance(self.comm, Elastic) else None
         self.enter()
         if self._elastic is None:
-            self._rounds = PartialAllreduce(like, self.comm, weighted=weighted, **rounds)
-        else:
-            self._agree(self._elastic, finished=False)
+            self._rounds = make(self.comm)
+        self.regrouped()
 
     @property
     def lateness(self) -> Lateness:
@@ -219,20 +217,24 @@ class EagerSGD(Wrapping):
             )
         if self._elastic is None:
             self._rounds.load_state_dict(own["rounds"])
-        elif (own.get("rank"), own.get("world_size")) == (self.comm.rank, self.comm.size):
-            self._rounds.residuals = own["rounds"]["residuals"]  # of which the next rounds have a copy
         self.optimizer.load_state_dict(wrapped)
         self.load_shared_state({**own, "round": own["rounds"]["machine"]["round"]})
-        self._known, self._generation = None, 0
+        self._known = None
         if self._elastic is not None:
-            self._agree(self._elastic, finished=False)
+            place = self.comm.rank, self.comm.size
+            is_own = (own.get("rank"), own.get("world_size")) == place
+            self._elastic.begin_anew(self._elastic.number, own["rounds"]["residuals"] if is_own else None)
+            self.regrouped()
 
     def shared_state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"applied": self.applied, "gradients": self.gradients, "round": self._round, "scheduler": scheduler}
+        number = 0 if self._elastic is None else self._elastic.number
+        return {"applied": self.applied, "gradients": self.gradients, "round": number, "scheduler": scheduler}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        self.applied, self.gradients, self._round = state["applied"], state["gradients"], state["round"]
+        self.applied, self.gradients = state["applied"], state["gradients"]
+        if self._elastic is not None:
+            self._elastic.number = state["round"]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
@@ -261,14 +263,11 @@ class EagerSGD(Wrapping):
                 continue
             self._step(result)
 
-    def admit(self) -> bool:
-        """Has the others, and newcomers, meet in new rounds besides, where the group has changed."""
-        changed = False
-        while super().admit():
-            changed = True
-            if self._elastic is not None and not self.comm.leaving:
-                self._agree(self._elastic, finished=False)
-        return changed
+    def regrouped(self) -> None:
+        """Has the others, and newcomers, meet in new rounds."""
+        if self._elastic is not None:
+            self._elastic.agree()
+            self._rounds = self._elastic.current
 
     def _meet(self, *, finished: bool) -> bool:
         """Meets all ranks that have steps, and all others too where buffers are shared; whether all have finished."""
@@ -277,63 +276,14 @@ class EagerSGD(Wrapping):
         self._known = None
         self.end_steps()
         if self._elastic is not None:
-            self._round = self._rounds.round
-            return self._agree(self._elastic, finished=finished)
+            over = self._elastic.met(finished=finished)
+            self._rounds = self._elastic.current
+            return over
         if self._shared is None:
             return finished
         self._shared.at_boundary()
-        return not self._ranks_for_which(not finished)[0]
-
-    def _ranks_for_which(self, *facts: bool) -> list[int]:
-        """Numbers of ranks for which these facts hold, the first of which is that they have more steps."""
-        counts = schedules.allreduce(torch.tensor(facts).long(), self.comm.rank, self.comm.size)
-        numbers: list[int] = run(counts, self.comm, facts="EagerSGD: who has finished").tolist()
-        return numbers
-
-    def _agree(self, elastic: Elastic, *, finished: bool) -> bool:
-        """Lets ranks come and go where all have met; whether all have finished. A newcomer begins with it.
-
-        Rounds go on in a new `PartialAllreduce` where the group has changed. All open them by a second meeting, which
-        outlives deaths as rounds do, so that nobody trains on while another waits for him in vain.
-        """
-        together = partial(self._together, elastic, finished)
-        while True:
-            unfinished = elastic.atomic(together, self._part, self._opened)
-            if unfinished:
-                self.let_in(at_once=finished)
-            if self._generation == elastic.generation:
-                return not unfinished
-
-    def _together(self, elastic: Elastic, finished: bool) -> int:
-        """Number of ranks that have more steps, among the current ones, to whom rounds belong from now on."""
-        gone = {self._named[rank] for rank in self._rounds.given_up} if self._named else set[str]()
-        unfinished, parted = self._ranks_for_which(not finished, not gone.isdisjoint(elastic.members))
-        if parted:
-            elastic.part(gone)
-        if self._generation != elastic.generation:  # and nobody needs the last rounds any more
-            self._part()
-            rounds = self._settings.copy()
-            if isinstance(quorum := rounds.get("quorum"), int):
-                rounds["quorum"] = min(quorum, elastic.size)
-            self._rounds = PartialAllreduce(self._like, elastic.group, weighted=self._weighted, **rounds)
-            if self._residuals is not None:
-                self._rounds.residuals = self._residuals
-            self._rounds.begin_at(self._round)
-            self._generation, self._named = elastic.generation, elastic.members
-            self._rounds.name = elastic.members[elastic.rank]
-        return unfinished
-
-    def _opened(self) -> bool:
-        """Whether all current ranks have met in the rounds."""
-        for _ in self._rounds.synchronize():
-            pass
-        return self._rounds.complete
-
-    def _part(self) -> None:
-        """Leaves the rounds of a group that has changed, without waiting for anybody."""
-        if "_rounds" in self.__dict__:
-            self._rounds.__exit__(CollectiveError, CollectiveError("its ranks meet anew"), None)
-            self._residuals = self._rounds.residuals
+        counts = schedules.allreduce(torch.tensor([not finished]).long(), self.comm.rank, self.comm.size)
+        return not run(counts, self.comm, facts="EagerSGD: who has finished")
 
     def _checked(self, weight: float | None) -> float:
         if weight is not None and not self._weighted:

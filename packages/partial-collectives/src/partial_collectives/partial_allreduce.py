@@ -27,7 +27,7 @@ class RoundSettings(TypedDict, total=False):
     max_staleness: int
     grace: float | str
     seed: int
-    on_death: Literal["error", "shrink"]
+    on_death: Literal["error", "shrink"] | None
     compress: str | None
 
 
@@ -66,7 +66,7 @@ class PartialAllreduce:
         comm: See `communicators.as_communicator`.
         quorum: "solo": a round begins with the first arrival. "majority": with the arrival of a rank drawn for it, when
             (P + 1)/2 ranks are there in the mean if arrivals are independent of the draw. A number: with so many
-            arrivals.
+            arrivals; over the group of an `Elastic`, with all ranks where there are fewer.
         max_staleness: Rounds in a row that a rank with more steps may miss; then they wait for it.
         grace: Seconds for which a round waits for further arrivals once its quorum is there; "0.5x" is half of the
             median time between the last 20 rounds.
@@ -74,7 +74,8 @@ class PartialAllreduce:
         on_death: "error": all others raise one CollectiveError that names the rank. "shrink": they go on without it;
             what it had brought to a round that any of them has ended is in that round for all, the rest is given up. A
             mean is divided by len(result.members) then. Over gloo and in simulated worlds; ValueError elsewhere. An
-            exception inside the context is a death too.
+            exception inside the context is a death too. None: "shrink" over the group of an `Elastic`, which goes on
+            without its dead, else "error".
         compress: Rounds sums to "int8", "int4" or "int2", see `communicators.schedules.quantised_allreduce`; `like` is
             float32 then. What rounding leaves out is a residual of the rank's, and goes into the next round of the
             fragment, whether this rank gives something to it or not: Σ given = Σ applied + Σ residuals. A rank that
@@ -97,7 +98,7 @@ class PartialAllreduce:
         max_staleness: int = MAX_STALENESS,
         grace: float | str = 0.0,
         seed: int = 0,
-        on_death: Literal["error", "shrink"] = "error",
+        on_death: Literal["error", "shrink"] | None = None,
         compress: str | None = None,
         weighted: bool = False,
     ) -> None:
@@ -106,17 +107,19 @@ class PartialAllreduce:
         for each in self._like:
             _check_like(each, compress)
         self.comm = as_communicator(comm)
-        _check_on_death(on_death, self.comm)
+        if self.comm.hasty and isinstance(quorum, int):
+            quorum = min(quorum, self.comm.size)  # of a group that others may have left
         waits = _parsed_grace(grace)
         size, fragments = self.comm.size, len(self._like)
         rules = check_rules(quorum, max_staleness, any(waits), seed, size, fragments=fragments)
         shapes = " | ".join(", ".join(f"{tuple(one.shape)} {one.dtype}" for one in each) for each in self._like)
-        settings = f"quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=}, {weighted=}"
+        shrinks = _shrinks(on_death, self.comm)
+        settings = f"quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {shrinks=}, {weighted=}"
         facts = f"PartialAllreduce({shapes}; {settings}{f', {compress=}' if compress else ''})"
         run(schedules.barrier(self.comm.rank, size), self.comm, facts=facts)
         flat = [[torch.empty(one.numel(), dtype=one.dtype) for one in each] for each in self._like]
         rounds = f"a round (a rank with no more steps calls finish()) of {facts}"
-        shrinks, bits = on_death == "shrink", None if compress is None else BITS[compress]
+        bits = None if compress is None else BITS[compress]
         self._rounds = PartialRounds(
             self.comm, rules, flat, waits, rounds, shrinks=shrinks, bits=bits, weighted=weighted
         )
@@ -140,6 +143,25 @@ class PartialAllreduce:
     def given_up(self) -> frozenset[int]:
         """Ranks that have not answered, without which this one has gone on; they may have gone on without it."""
         return frozenset(self._rounds.given_up)
+
+    @property
+    def members(self) -> frozenset[int]:
+        """Ranks that this one does not know to be gone."""
+        return self._rounds.machine.members
+
+    @property
+    def calls(self) -> bool:
+        """Whether this rank asks all to meet, in each round that it takes part in; may be set."""
+        return self._rounds.calls
+
+    @calls.setter
+    def calls(self, calls: bool) -> None:
+        self._rounds.calls = calls
+
+    @property
+    def called(self) -> bool:
+        """Whether a rank has asked all to meet, in a round since they last have; the same on all after each round."""
+        return self._rounds.called
 
     @property
     def complete(self) -> bool:
@@ -383,7 +405,10 @@ def _parsed_grace(grace: float | str) -> tuple[float, float]:
     return (number, 0.0) if text else (0.0, number)
 
 
-def _check_on_death(on_death: str, comm: Communicator) -> None:
+def _shrinks(on_death: str | None, comm: Communicator) -> bool:
+    """Whether others go on after a death; ValueError where they cannot, or must."""
+    if on_death is None:
+        return comm.hasty
     if on_death not in ("error", "shrink"):
         raise ValueError(f"on_death is {on_death!r}, expected 'error' or 'shrink'")
     if on_death == "shrink" and not comm.outlives_ranks:
@@ -391,6 +416,12 @@ def _check_on_death(on_death: str, comm: Communicator) -> None:
             "on_death='shrink' needs ranks that outlive one another, over a gloo group or in a simulated world; "
             "under MPI the launcher ends the whole job when a rank dies, so leave on_death='error' there"
         )
+    if on_death == "error" and comm.hasty:
+        raise ValueError(
+            "on_death='error' ends all ranks with the first that dies, but those of an Elastic go on: leave it out, or "
+            "give a fixed group"
+        )
+    return on_death == "shrink"
 
 
 def _fragments(like: Tensors | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

@@ -37,7 +37,8 @@ class PartialRounds:
     it is `weighted`. grace: how long a round waits once its quorum is there, as a share of the median time between the
     last rounds, or in seconds. results: rounds that were not taken yet; totals are lists of 1-D tensors. began: when
     this rank entered the last rounds, by the communicator's clock. shrinks: whether the others go on where a rank has
-    died. given_up: ranks that have not answered, and were left out. name: of this rank, in errors.
+    died. given_up: ranks that have not answered, and were left out. name: of this rank, in errors. calls: whether this
+    rank asks all to meet; called: whether any has since they have met.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PartialRounds:
         self._at_meeting: dict[str, Any] | None = None  # the machine's state
         self._graced, self._leaving = -1, 0  # rounds that this rank leaves for later
         self._others = frozenset(range(comm.size)) - {comm.rank}
+        self.calls = self.called = False
         self._answered: set[int] = set()
         self._closing = frozenset[int]()
         self._data = None if shrinks else comm.duplicate()
@@ -242,7 +244,7 @@ class PartialRounds:
         taken = self._brought = self.deposits[fragment]
         self.deposits[fragment] = Deposits(taken.like)
         brings = (taken.weight, taken.count, taken.finite)
-        header = Header(join.stage, join.contributes, join.fresh, *brings, late, late_round)
+        header = Header(join.stage, join.contributes, join.fresh, *brings, late, late_round, self.calls)
         rounding = None
         if self._bits is not None:
             rounding = Rounding(self._bits, self.residuals[fragment], self._weighted)
@@ -311,7 +313,9 @@ class PartialRounds:
             self._last = headers, [total.clone() for total in totals]  # the user may change what he gets
         meetings = self.machine.meetings
         actions = tell(headers, behind=len(self.results) + 1 > self._leaving)
-        if self.machine.meetings > meetings and not self.machine.over:
+        met = self.machine.meetings > meetings
+        self.called = not met and (self.called or any(header.calls for header in headers))
+        if met and not self.machine.over:
             self._at_meeting = self._between()
         self.lateness.record(headers)
         if totals:

@@ -1,6 +1,7 @@
 """Base class of optimizers that wrap another one on several ranks; checks that ranks hold the same; Muon and AdamW."""
 
 from replicas.averaging import Buffers, average_tensors, broadcast_parameters, broadcast_tensors, restored
+from replicas.elastic_rounds import ElasticRounds
 from replicas.muon_adamw import MuonAdamW
 from replicas.parameters import check_named_parameters
 from replicas.process_group import default_group
@@ -13,6 +14,7 @@ from replicas.wrapping import Wrapping
 __all__ = [
     "STATE_KEY",
     "Buffers",
+    "ElasticRounds",
     "MuonAdamW",
     "Wrapping",
     "__version__",

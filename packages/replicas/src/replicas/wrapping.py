@@ -159,13 +159,24 @@ class Wrapping(Optimizer):
         self._comm.claim(self)
         self._admits = True
         if at_once or self._comm.leaving:
-            Wrapping.admit(self)
+            self._let_in()
 
     def admit(self) -> bool:
         """Lets ranks come and go, once at the beginning and after `let_in`; returns whether the group has changed.
 
         Called when the next step begins; an `Elastic` calls it before that, when it deals the next batch.
         """
+        changed = False
+        while self._let_in():
+            changed = True
+            if not self._comm.leaving:
+                self.regrouped()
+        return changed
+
+    def regrouped(self) -> None:
+        """Follows a change of the group, between two steps of every rank; newcomers come to it, too."""
+
+    def _let_in(self) -> bool:
         if not self._admits:
             self._comm.serve(self._for_newcomer)
             return False

@@ -100,6 +100,11 @@ class Membership(Communicator):
         return self._record.members
 
     @property
+    def awaited(self) -> bool:
+        """Whether others wait to be let in, or this rank is to leave."""
+        return self.leaving or bool(self._newcomers())
+
+    @property
     def rank(self) -> int:  # type: ignore[override]
         """Place of this rank among the current ones."""
         return self._last.rank

@@ -22,6 +22,7 @@ class Header:
     weight: of what it brings. deposits: how many gradients that is. finite: whether all of them were.
     late, late_round: seconds from the beginning of that round to its arrival there, by its own clock; below 0: it was
         early. late_round is -1 where there is nothing new to say.
+    calls: it asks all to meet.
     """
 
     stage: Stage
@@ -32,6 +33,7 @@ class Header:
     finite: bool = True
     late: float = 0.0
     late_round: int = -1
+    calls: bool = False
 
 
 class Kind(IntEnum):
