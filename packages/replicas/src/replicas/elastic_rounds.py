@@ -52,7 +52,14 @@ class ElasticRounds:
             self.current.residuals = residuals  # of which the next rounds have a copy
 
     def met(self, *, finished: bool) -> bool:
-        """Lets ranks come and go, once this one has met the others in the rounds; see `agree`."""
+        """Lets ranks come and go, once this one has met the others in the rounds.
+
+        Args:
+            finished: See `agree`.
+
+        Returns:
+            See `agree`.
+        """
         self.number = self.current.round
         return self.agree(finished=finished)
 

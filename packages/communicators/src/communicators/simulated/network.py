@@ -176,4 +176,5 @@ class LinkLost:
 
     def hits(self, rank: int, peer: int | None) -> bool:
         """Whether it is between these two (None: the board)."""
-        return {rank, peer} == {self.rank, self.peer} or (self.peer is None and self.rank in (rank, peer))
+        others = self.peer is None and self.rank in (rank, peer) and rank != peer
+        return others or {rank, peer} == {self.rank, self.peer}
