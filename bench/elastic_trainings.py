@@ -18,7 +18,7 @@ from communicators import Communicator, Elastic
 from communicators.elastic.testing import Life, Training
 from data_parallel import DistributedOptimizer, UpdateOptimizer
 from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo, StreamingDiLoCo
-from partial_collectives import EagerSGD
+from partial_collectives import EagerSGD, PartialAllreduce
 from torch import Tensor, nn
 
 SAMPLES, BATCH, EPOCHS, EVERY = 64, 16, 2, 2
@@ -70,6 +70,12 @@ KINDS = {
     "cocod": Kind(partial(_periodic, CoCoDSGD), alike=False, exact=False),
     "overlap-local-sgd": Kind(partial(_periodic, OverlapLocalSGD), alike=False, exact=False),
     "streaming-diloco": Kind(partial(_periodic, StreamingDiLoCo, fragments=2, delay=1), alike=False, exact=False),
+    "diloco by rounds": Kind(partial(_periodic, DiLoCo, allreduce=PartialAllreduce), alike=False, exact=False),
+    "streaming-diloco by rounds": Kind(
+        partial(_periodic, StreamingDiLoCo, fragments=2, delay=1, allreduce=partial(PartialAllreduce, compress="int4")),
+        alike=False,
+        exact=False,
+    ),
     "eager": Kind(_eager, exact=False),
 }
 
