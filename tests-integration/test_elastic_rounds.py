@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from communicators import Dies, Elastic, SimulatedWorld
+from communicators import Dies, Elastic, Path, SimulatedWorld
+from communicators.elastic import transfer
 from local_sgd import DiLoCo, StreamingDiLoCo
 from partial_collectives import PartialAllreduce
 
@@ -22,7 +23,11 @@ class Log:
     def __init__(self, size):
         self.steps, self.sizes, self.met = [0] * size, set(), defaultdict(list)
         self.totals = [defaultdict(float) for _ in range(size)]
-        self.residuals = []
+        self.residuals, self.began, self.grew = (
+            [],
+            {},
+            0,
+        )  # steps of rank 0 when a rank began, and before all were there
 
 
 class Recording(PartialAllreduce):
@@ -54,6 +59,7 @@ def counting(comm, log, *, late=0.0, steps=12, seed=0, drains=False, leaves=-1, 
         optimizer = (StreamingDiLoCo if streams else DiLoCo)(inner, model=model, **options)
     except TimeoutError:
         return None
+    log.began[comm.rank] = log.steps[0]
     for number in range(steps):
         comm.elapse(draw.choice(SECONDS))
         for p in model.parameters():
@@ -69,6 +75,8 @@ def counting(comm, log, *, late=0.0, steps=12, seed=0, drains=False, leaves=-1, 
         if world.leaving:
             optimizer.admit()
             return None
+        if comm.rank == 0 and world.size < comm.size:
+            log.grew = log.steps[0]
         log.sizes.add(world.size)
         if drains and number % 5 == 4:
             optimizer.drain()
@@ -130,6 +138,24 @@ def test_a_newcomer_is_let_in_without_being_asked_for(streams, quorum):
     assert None not in outcomes
     assert log.sizes == {2, 3}
     assert log.steps[2] == 40
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_others_train_on_while_a_newcomer_takes_over_their_state(streams, monkeypatch):
+    """It has all rounds since then, and so the same bits as they have, when it begins."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 500)
+
+    def slow(source, target):
+        return Path(1e-5, 1e-7, 1e-5 if target == 2 else 1e-7)
+
+    def train(comm):
+        return counting(comm, log, late=0.02 * (comm.rank == 2), steps=60, quorum="majority", streams=streams)
+
+    log = Log(3)
+    outcomes = SimulatedWorld(3, slow).run(train)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert log.sizes == {2, 3}
+    assert log.began[2] - log.grew > 4
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -92,7 +92,8 @@ class Communicator(ABC):
         hasty: Whether a rank that is lost, or does not answer, is gone at once: the others meet again in another group.
         elastic: Whether its ranks may change, in `atomic` and `Elastic.boundary` alone.
         generation: Number of the group, which grows whenever the ranks of an elastic one change.
-        joining: Whether this rank has come to a running training, and takes over a state of others.
+        joining: Whether this rank has come to a running training, whose state is here, and was not taken over yet.
+        newcomer: Whether it has come to a running training whose state is here, or still under way.
         leaving: Whether it leaves an elastic group after the step under way.
         failure: Reason for which all its calls fail, None while they do not.
         ended: Ranks that have left, or whose connections are closed, as far as this one knows.
@@ -108,6 +109,7 @@ class Communicator(ABC):
     elastic: bool = False
     generation: int = 1
     joining: bool = False
+    newcomer: bool = False
     leaving: bool = False
     failure: str | None = None
     ended: Collection[int] = ()
@@ -210,8 +212,12 @@ class Communicator(ABC):
     def catch_up(self) -> None:  # noqa: B027
         """Goes on in the next generation of an `Elastic`, if others have begun one while this rank computed."""
 
-    def take(self) -> Mapping[str, Any]:
-        """State that another rank of an `Elastic` has given to this one, which is `joining`; once."""
+    def take(self) -> Mapping[str, Any] | None:
+        """State that another rank of an `Elastic` has given to this one, which is `joining`; once. Waits for it.
+
+        Returns:
+            The state; None where it did not come, and this rank has joined another generation instead: ask again.
+        """
         raise RuntimeError("this rank is not joining others")
 
     def aside(self, schedule: Schedule[T], members: Sequence[int], *, facts: str) -> Work[T]:

@@ -102,14 +102,15 @@ class PeriodicAveraging(Wrapping):
         agreed |= {"shares": [float(share) for share in settings.get("shares") or ()]}
         agreed |= {name: "default" for name in rule.defaults if name in agreed}  # newcomers have another one
         text = ", ".join(f"{name}={value!r}" for name, value in agreed.items())
+        self.meets_first = self._driver.meets
         self.start_alike(text, model=model, broadcast=settings.get("broadcast", True))
         self._driver.begin(self, rule, self._block, buffers, settings)
         optimizer.register_step_pre_hook(partial(_departs, weakref.ref(self)))
         self._sent_before, self._steps_before = self._sent, 0
         self._showing, self._unseen, self._warned = False, 0, False
         self._expected: int | None = None
-        self.enter()
         self._driver.enter()
+        self.enter()
 
     @property
     def sync_every(self) -> Every:

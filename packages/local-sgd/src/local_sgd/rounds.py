@@ -209,9 +209,9 @@ class OuterRounds(Driver):
         self._rounds.__exit__(type(error), error, error.__traceback__)
 
     def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
-        """State of the rounds besides; for newcomers, when nothing is under way, the number of the next one alone."""
+        """State of the rounds besides; not for newcomers, who come where nothing is under way."""
         if self._elastic is not None and not waits:
-            return {"round": self._elastic.number, **super().state_dict()}
+            return super().state_dict()
         own = {"rounds": self._rounds.state_dict(), "cut": self._cut, **super().state_dict()}
         if self.by_fragment:
             bases = [base for turn in range(len(self.fragments)) for base in self._base(turn)]
@@ -256,9 +256,9 @@ class OuterRounds(Driver):
         self._dues = [list(due) for due in state.get("dues", ())]
 
     def _go_on(self, elastic: ElasticRounds, state: Mapping[str, Any]) -> None:
-        """Goes on from a drained state, where all ranks load it, or from what a newcomer was given."""
+        """Goes on from a drained state, which all ranks load, or as a newcomer from one and the rounds since."""
         if "rounds" not in state:
-            elastic.number = state["round"]
+            self._apply(self._rounds.take())
             return
         elastic.begin_anew(state["rounds"]["machine"]["round"], self._own_residuals(state) or None)
         self._open()

@@ -74,7 +74,7 @@ class EagerSGD(Wrapping):
     """
 
     advice = "go on with as many ranks, or save after finish() and load the wrapped optimizer's part alone"
-    alike = True
+    alike = meets_first = True
 
     def __init__(
         self,
@@ -119,10 +119,10 @@ class EagerSGD(Wrapping):
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
         make = partial(PartialAllreduce, like, weighted=weighted, **rounds)
         self._elastic = ElasticRounds(weakref.proxy(self), self.comm, make) if isinstance(self.comm, Elastic) else None
-        self.enter()
         if self._elastic is None:
             self._rounds = make(self.comm)
         self.regrouped()
+        self.enter()
 
     @property
     def lateness(self) -> Lateness:
@@ -218,23 +218,20 @@ class EagerSGD(Wrapping):
         if self._elastic is None:
             self._rounds.load_state_dict(own["rounds"])
         self.optimizer.load_state_dict(wrapped)
-        self.load_shared_state({**own, "round": own["rounds"]["machine"]["round"]})
+        self.load_shared_state(own)
         self._known = None
         if self._elastic is not None:
             place = self.comm.rank, self.comm.size
             is_own = (own.get("rank"), own.get("world_size")) == place
-            self._elastic.begin_anew(self._elastic.number, own["rounds"]["residuals"] if is_own else None)
+            self._elastic.begin_anew(own["rounds"]["machine"]["round"], own["rounds"]["residuals"] if is_own else None)
             self.regrouped()
 
     def shared_state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        number = 0 if self._elastic is None else self._elastic.number
-        return {"applied": self.applied, "gradients": self.gradients, "round": number, "scheduler": scheduler}
+        return {"applied": self.applied, "gradients": self.gradients, "scheduler": scheduler}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self.applied, self.gradients = state["applied"], state["gradients"]
-        if self._elastic is not None:
-            self._elastic.number = state["round"]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 

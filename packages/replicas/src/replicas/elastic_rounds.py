@@ -20,7 +20,7 @@ class ElasticRounds:
 
     Attributes:
         current: Rounds of the current generation; they are there after the first `agree`.
-        number: Number of the next round when ranks last met, at which new rounds begin.
+        number: Number of the next round when ranks last met, at which new rounds begin; a newcomer gets it by `agree`.
     """
 
     def __init__(self, owner: Wrapping, elastic: Elastic, make: Callable[[Communicator], Any]) -> None:
@@ -89,18 +89,22 @@ class ElasticRounds:
     def _together(self, finished: bool) -> int:
         """Number of ranks that have more steps, among the current ones, to whom rounds belong from now on."""
         gone = {self._named[rank] for rank in self.current.given_up} if self._named else set[str]()
-        facts = torch.tensor([not finished, not gone.isdisjoint(self._elastic.members)]).long()
+        knows, parted = not self._elastic.newcomer, not gone.isdisjoint(self._elastic.members)
+        facts = torch.tensor([not finished, parted, knows, self.number * knows]).long()
         counts = schedules.allreduce(facts, self._elastic.rank, self._elastic.size)
-        unfinished, parted = run(counts, self._elastic, facts=f"{self._owner.what}: who has finished").tolist()
+        told = run(counts, self._elastic, facts=f"{self._owner.what}: who has finished").tolist()
+        unfinished, parted, knowing, numbers = told
         if parted:
             self._elastic.part(gone)
+        number = numbers // max(knowing, 1)
         if self._generation != self._elastic.generation:  # and nobody needs the last rounds any more
             self._part()
             self.current = self._make(self._elastic.group)
             if self._residuals is not None:
                 self.current.residuals = self._residuals
-            self.current.begin_at(self.number)
-            self._generation, self._named = self._elastic.generation, self._elastic.members
+            self.current.begin_at(number)
+            self.number, self._generation = number, self._elastic.generation
+            self._named = self._elastic.members
             self.current.name = self._elastic.members[self._elastic.rank]
         return int(unfinished)
 

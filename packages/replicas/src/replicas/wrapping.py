@@ -54,6 +54,8 @@ class Wrapping(Optimizer):
         trained: Parameters by name that are exchanged: neither frozen nor empty.
         advice: Remedy, in errors, for a state of another number of ranks; class attribute.
         alike: Whether the wrapped optimizer's state is the same on all ranks.
+        meets_first: Whether a newcomer to an elastic group meets the others, by `regrouped`, before it has their state,
+            which it takes over in `enter` while they go on.
         instead_of_ddp: Further remedy where DDP exchanges gradients too; class attribute.
         instead_of_shards: Remedy where parameters are sharded; class attribute.
 
@@ -65,6 +67,7 @@ class Wrapping(Optimizer):
 
     advice: ClassVar[str] = "go on with as many ranks"
     alike: bool = False
+    meets_first: bool = False
     instead_of_ddp: ClassVar[str] = ""
     instead_of_shards: ClassVar[str] = "give whole parameters, as DistributedDataParallel or a plain module has them"
 
@@ -128,8 +131,9 @@ class Wrapping(Optimizer):
         self._alike = f"{self.what}({settings}, {described(self.named)})"
         self._model = model
         self._comm.claim(self, anew=True)
-        if self._comm.joining:
-            self._take_over(self._comm.take())
+        if self._comm.newcomer if self.meets_first else self._comm.joining:
+            if not self.meets_first:
+                self._take_over()
         else:
             self._admits = True  # of at_least ranks some may die in here
             self._comm.atomic(partial(self._copy if broadcast else self._compare, settings))
@@ -193,10 +197,12 @@ class Wrapping(Optimizer):
     @property
     def enters(self) -> bool:
         """Whether this is a newcomer to an elastic group whose constructor has not come to `enter` yet."""
-        return self._given_state is not None
+        return self._given_state is not None or self._comm.newcomer
 
     def enter(self) -> None:
         """Ends the constructor: a newcomer to an elastic group goes on from the state that another rank gave."""
+        if self._comm.newcomer:
+            self._take_over()
         given, self._given_state = self._given_state, None
         if given is not None:
             self.optimizer.load_state_dict(check_loaded(given["wrapped"], given["held"]))
@@ -229,8 +235,10 @@ class Wrapping(Optimizer):
             "generator": torch.get_rng_state(),
         }
 
-    def _take_over(self, given: Mapping[str, Any]) -> None:
-        """Takes parameters and buffers that another rank gave; the rest waits for `enter`."""
+    def _take_over(self) -> None:
+        """Takes parameters and buffers that another rank gives; the rest waits for `enter`."""
+        while (given := self._comm.take()) is None:
+            self.regrouped()
         if given["alike"] != self._alike:
             self._comm.close()
             raise ValueError(

@@ -104,6 +104,11 @@ class Elastic(Membership):
                         return held[0]
                 except CollectiveError as error:
                     self._refuse_other(error)
+                if self._joining:  # without a state, which was under way in this generation
+                    undo()
+                    self._join_anew(CollectiveError("a rank was lost before its state had come"))
+                    self._refuse_end()
+                    continue
                 if seal is not None and held:
                     undo()  # at once: others are in the seal
                 if self._regroup(began, holds=bool(held) and seal is None):
@@ -170,9 +175,13 @@ class Elastic(Membership):
         if not self._inside and group.failure is not None and errors.is_loss(group.failure):
             self._regroup(self.clock())
 
-    def take(self) -> Mapping[str, Any]:
-        if self._given is None or not self._joining:
+    def take(self) -> Mapping[str, Any] | None:
+        if not self._joining:
             return super().take()
+        if not self._has_state():
+            self._refuse_end()
+            return None
+        assert self._given is not None
         self._joining = False
         own: Mapping[str, Any] = self._given["own"]
         self._given = {"carried": self._given["carried"]}
@@ -215,7 +224,7 @@ class Elastic(Membership):
         Raises:
             RuntimeError: A batch is drawn in another thread than that which exchanges.
         """
-        self._group  # noqa: B018 - enters
+        self.joining  # noqa: B018 - enters, and waits for a state
         self._thread = threading.get_ident()
         until = self._dealer.epochs + 1 if epochs is None else epochs
         return self._dealer.batches(dataset, batch_size, seed, until, collate_fn, self._goes_on)
@@ -238,6 +247,7 @@ class Elastic(Membership):
     @property
     def epochs(self) -> int:
         """Epochs that this rank has drawn to their end; a newcomer begins with the others' number."""
+        self.joining  # noqa: B018 - enters, and waits for a state
         return self._dealer.epochs
 
     def leave(self) -> None:
@@ -278,7 +288,7 @@ class Elastic(Membership):
         Args:
             *objects: Objects with `state_dict` and `load_state_dict`.
         """
-        self._group  # noqa: B018 - enters
+        self.joining  # noqa: B018 - enters, and waits for a state
         first = len(self._carried)
         self._carried += objects
         if self._given is not None:

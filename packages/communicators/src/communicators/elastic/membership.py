@@ -74,6 +74,7 @@ class Membership(Communicator):
         self._names: tuple[str, ...] = ()  # members of `_inner`, which may be those of an older record
         self._unserved: tuple[str, ...] = ()  # newcomers of this generation, until they have a state
         self._given: Mapping[str, Any] | None = None  # state that a survivor gave to this newcomer
+        self._taking: Work[Any] | None = None
         self._failures = 0  # attempts of this newcomer to take a state
         self.leaving = self._over = self._joining = self._tells_end = self._failed = False
         self._thread = 0  # of the last commit, or of who began to draw since
@@ -90,7 +91,15 @@ class Membership(Communicator):
 
     @property
     def joining(self) -> bool:  # type: ignore[override]
-        """Whether this rank has come to a running training, whose state it has not taken over yet."""
+        """Whether this rank has come to a running training, whose state is here, and was not taken over yet."""
+        self._group  # noqa: B018 - enters
+        while self._joining and not self._has_state():
+            pass
+        return self._joining
+
+    @property
+    def newcomer(self) -> bool:  # type: ignore[override]
+        """Whether it has come to a running training whose state is here, or still under way."""
         self._group  # noqa: B018 - enters
         return self._joining
 
@@ -213,7 +222,7 @@ class Membership(Communicator):
             self._board.swap(RECORD, ended.text(), founded.text())
 
     def _come_in(self, record: Record) -> None:
-        """Connects to the ranks of a generation that this one is in; a newcomer takes the state that is given to it."""
+        """Connects to the ranks of a generation that this one is in; to a newcomer a state is under way then."""
         self._first_size = len(record.members)
         self._board.leave_line()
         self._taken, self._joining = record.taken, self._board.name in record.joined
@@ -221,7 +230,7 @@ class Membership(Communicator):
             self._connect(record)
             self._refuse_unlike(record)
             if self._joining:
-                self._receive()
+                self._begin_to_take()
         except CollectiveError as error:
             self._note_failure(record, error)
             if self._joining:
@@ -260,6 +269,32 @@ class Membership(Communicator):
         if self._inner is not None:
             self._retire(self._inner)
         self._inner, self._record, self._board.name, self._failed = None, Record(), "", False
+        self._given = None
+
+    def _join_anew(self, error: CollectiveError) -> None:
+        """Has a newcomer come into another generation, whose state is under way to it."""
+        self._note_failure(self._record, error)
+        self._come_again(error)
+        self._group  # noqa: B018 - enters
+
+    def _refuse_end(self) -> None:
+        """Raises on a newcomer that has met others, all of whom have gone before it had their state."""
+        if not self._joining:
+            self._go()
+            raise LeftOutError(
+                f"all ranks that trained have gone while {self._board.name} took over their state: make a new Elastic "
+                "and a new optimizer to begin anew"
+            )
+
+    def _has_state(self) -> bool:
+        """Waits for a newcomer's state; False: it is in another generation now."""
+        if self._given is None:
+            try:
+                self._await_state()
+            except CollectiveError as error:
+                self._join_anew(error)
+                return False
+        return True
 
     def _say_out(self) -> dict[str, Said]:
         """Tells that this newcomer leaves; returns what all who come in time say then."""
@@ -272,16 +307,22 @@ class Membership(Communicator):
             board.pause(POLL_SECONDS)
         return here
 
-    def _receive(self) -> None:
-        """Takes the state that one of the others gives to this newcomer."""
-        donor, name, began = self._donor_of(self._board.name), self._board.name, self.clock()
-        taking = self._group.aside(transfer.take(), [donor, self.rank], facts=f"state for {name}")
+    def _begin_to_take(self) -> None:
+        """Begins to take the state that one of the others gives to this newcomer."""
+        pair, name = [self._donor_of(self._board.name), self._last.rank], self._board.name
+        self._taking = self._last.aside(transfer.take(), pair, facts=f"state for {name}")
+        self._began_to_take = self.clock()
+
+    def _await_state(self) -> None:
+        """Waits for this newcomer's state. Raises CollectiveError where who gives it is gone, and others may be."""
+        donor, name, taking = self._donor_of(self._board.name), self._board.name, self._taking
+        assert taking is not None
         while not taking.is_completed():
             if self._group.failure is not None or donor in self._group.ended:
                 raise CollectiveError(f"rank {donor}, which was to give its state to {name}, is gone")
             self._board.pause(POLL_SECONDS)
         self._given, nbytes = taking.wait()
-        took = self.clock() - began
+        took = self.clock() - self._began_to_take
         logger.warning("%s took over %d bytes of state from rank %d in %.2f s", name, nbytes, donor, took)
         self._dealer.load(self._given["dealer"])
 
@@ -328,7 +369,8 @@ class Membership(Communicator):
             word |= WAITING
         own = torch.tensor([word]).view(torch.uint8)
         blocks = allgather_blocks(own, [own.numel()] * self.size, self.rank, self.size)
-        said = run(blocks, self, facts=f"commit{self._dealer.facts}")
+        opens = self._words == [0] and self._record.joined  # to newcomers who may have no state yet
+        said = run(blocks, self, facts="first commit" if opens else f"commit{self._dealer.facts}")
         self._words = [int(block.clone().view(torch.int64)) for block in said]
         self._taken, self._thread = self._taken + 1, threading.get_ident()
 

@@ -271,8 +271,7 @@ class Ledger(Training):
         return "Ledger()"
 
     def train(self, comm: Communicator, world: Elastic, life: Life) -> None:
-        if world.joining:
-            state = world.take()
+        if world.joining and (state := world.take()):
             life.step = state["step"]
             life.ledger.copy_(state["ledger"])
         while life.step < STEPS:

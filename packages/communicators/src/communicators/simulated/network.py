@@ -99,8 +99,8 @@ class Ports:
             self._sending[message.source] = False
         if down >= up:
             self._receiving[message.target] = False
+        self._depart_next(message)  # what waits goes before what follows from this message
         message.delivered()
-        self._depart_next(message)
 
     def _depart_next(self, message: Message) -> None:
         for waiting in (*self._from[message.source], *self._to[message.target]):
