@@ -8,7 +8,8 @@ from slow_link import enter_user_namespaces
 
 NAMES = (
     "advise bits cluster collectives compress compress-gpu demo eager elastic elastic-learning input kills learning "
-    "local-sgd local-sgd-peers mutants overlap partial predictions scaling trainer walk wide-area"
+    "local-sgd local-sgd-peers mutants overlap partial predictions scaling trainer walk wide-area "
+    "wide-area-day wide-area-learning"
 )
 BENCHMARKS = {name: f"bench.{name.replace('-', '_')}:main" for name in NAMES.split()} | {
     "convergence": "bench.convergence.command:main",
