@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 import torch
-from communicators import Link, SimulatedWorld
+from communicators import Link, Paths, SimulatedWorld
 from data_parallel import UpdateOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -346,3 +346,21 @@ def test_the_models_of_text_are_told_of_where_others_were_trained_on_more_ranks(
     found = known("adamw", "gtopk", 0.01, "fp32", 8)
     taken = dict(zip(found.tasks, found.ranks, strict=True))
     assert (taken["vit-digits"], taken["lstm-text"]) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("mbits", "said"),
+    [
+        ([100, 100, 5, 80], ("rank 2 has 5 Mbit/s, the median rank 88.9", "160,000 ms instead of 240,000")),
+        ([100, 90, 80, 95], None),
+        ([100, 5], None),
+        ([10_000, 1000, 10_000], None),
+        ([10_000, 900, 10_000], ("rank 1 has 900 Mbit/s", "shares_by_rate")),
+    ],
+)
+def test_unequal_links_are_told_with_the_remedy(mbits, said):
+    rates = tuple(8e-6 / rate for rate in mbits)
+    alpha = tuple((0.0,) * len(mbits) for _ in mbits)
+    text = as_text(situation(ranks=len(mbits), paths=Paths(alpha, rates, tuple(rate / 2 for rate in rates))))
+    assert ("Links are unequal" in text) == (said is not None)
+    assert all(part in text for part in said or ())

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from communicators import Alone, Communicator, Link, allgather, as_communicator, barrier, measure_link
+from communicators import Alone, Communicator, Link, allgather, as_communicator, barrier, measure_link, measure_paths
 from sparse_collectives import WIRES, prediction
 
 from thinwire.advice.situation import LINKS, TINY, Situation
@@ -28,6 +28,7 @@ Loss = Callable[[], torch.Tensor]
 Clock = Callable[[], float]
 REPEATS = 3
 PROBE_SECONDS = 0.1
+PATH_BYTES = 1 << 17
 
 
 class NoAdvice(Exception):  # noqa: N818 - it is what the command says
@@ -126,6 +127,7 @@ def find_out(
     if link is None:
         say(f"measuring the link between {comm.size} ranks")
         network = {"link": prediction.measure_traffic(comm), "link_name": "measured", "pairs": measure_link(comm)}
+        network["paths"] = measure_paths(comm, nbytes=PATH_BYTES, repeats=1)
     return Situation(
         numel,
         ranks,

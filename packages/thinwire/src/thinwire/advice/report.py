@@ -2,13 +2,14 @@
 
 import json
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from communicators import Link
+from communicators import Link, shares_by_rate
 from sparse_collectives import ALGORITHMS, prediction
 
 from thinwire.advice.accuracy import in_a_column
@@ -19,6 +20,10 @@ from thinwire.advice.situation import Situation, Step
 GIGABITS = tuple(0.05 * 2**i for i in range(14))
 RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)
 """Axis of the picture."""
+SLOW = 8e-9
+"""Seconds per byte: links of all ranks that take less, 1 Gbit/s or more, are not said to be unequal."""
+UNEQUAL = 1.2
+"""Least gain by shares that is spoken of."""
 BUSY = 0.1
 """A share of the time from which on it is said: by as much are times too long."""
 TIMES = ("select ms", "network ms", "merge ms", "later ms", "mean ms")
@@ -41,6 +46,7 @@ def as_text(situation: Situation) -> str:
         _premises(situation),
         f"{prediction.table(HEADER, rows)}\n{LEGEND}",
         recommend(situation).text,
+        _unequal(situation),
         _warning(situation),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -68,6 +74,8 @@ def as_json(situation: Situation) -> str:
         "overlapped_seconds": situation.hidden,
         "link": {"name": situation.link_name, **vars(situation.link)},
         "pairs": situation.pairs and vars(situation.pairs),
+        "seconds_per_byte": situation.paths and situation.paths.slower,
+        "unequal": _unequal(situation),
         "taken_by_others": situation.taken,
         "warning": _warning(situation),
         "handling": [{"density": density, **costs._asdict()} for density, costs in situation.handling.items()],
@@ -91,6 +99,31 @@ def _row(situation: Situation, step: Step, dense: float) -> dict[str, Any]:
         "speedup": dense / mean,
         "accuracy": found and found._asdict(),
     }
+
+
+def _unequal(situation: Situation) -> str | None:
+    """Advice for ranks whose links are slower than others'; None where they are nearly alike, or fast."""
+    rates = [] if situation.paths is None else situation.paths.slower
+    if len(rates) < 3 or max(rates) <= SLOW:
+        return None
+    equal, by_rate = (4 * situation.numel * _busiest(rates, own) for own in ([1 / len(rates)] * len(rates), None))
+    if equal < UNEQUAL * by_rate:
+        return None
+    slowest, median = rates.index(max(rates)), statistics.median(rates)
+    return (
+        f"Links are unequal: rank {slowest} has {8e-6 / max(rates):.3g} Mbit/s, the median rank {8e-6 / median:.3g}; "
+        "the times above are the slowest rank's.\n"
+        "Where models are averaged in full precision (DiLoCo, LocalSGD), shares=shares_by_rate(measure_paths(None)."
+        f"slower), both of communicators, lets a mean take {prediction.milliseconds(by_rate)} ms instead of "
+        f"{prediction.milliseconds(equal)}.\n"
+        "Who waits for slow ranks need not: DiLoCo and StreamingDiLoCo by rounds, docs/guides/slow-links.md."
+    )
+
+
+def _busiest(rates: Sequence[float], shares: Sequence[float] | None) -> float:
+    """Seconds per byte of a sum, of the rank that it takes longest; shares None: those by rate."""
+    those = zip(rates, shares or shares_by_rate(rates), strict=True)
+    return max(rate * (1 + share * (len(rates) - 2)) for rate, share in those)
 
 
 def _warning(situation: Situation) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from communicators import Link
+from communicators import Link, Paths
 from sparse_collectives import ALGORITHMS, Handling, Prediction, prediction
 from sparse_compress import TopK
 
@@ -40,8 +40,8 @@ class Situation:
 
     compute: seconds of forward and backward. hidden: seconds of them during which buckets travel, 0 without overlap.
     link: α and β of the exchange. link_name: as given, "given" for one's own, or "measured". pairs: α and β of
-    ping-pong in pairs, if measured. handling: a rank's own costs by density. taken: the share of the time that others
-    had the cores meanwhile, see `share_taken`. optimizer: "sgd", "adam", "adamw" or "muon". tiny: elements of tensors
+    ping-pong in pairs, and paths between all ranks, if measured. handling: a rank's own costs by density. taken: the
+    share of the time that others had the cores meanwhile, see `share_taken`. optimizer: "sgd", "adam", "adamw" or "muon". tiny: elements of tensors
     of fewer than `TINY`, which are summed whole beside a selection from updates; of numbers without a model they are
     not known. chosen: the densities are the user's own, not the usual ones. shapes: of the trained parameters. work:
     a rank's own in the ways that select no entries, by name, see `measure_work`; those without are not predicted.
@@ -62,6 +62,7 @@ class Situation:
     chosen: bool = False
     shapes: Shapes = ()
     work: Mapping[str, Work] = field(default_factory=dict)
+    paths: Paths | None = None
 
     @property
     def sends_updates(self) -> bool:
