@@ -22,7 +22,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from communicators import Elastic, LeftOutError, SimulatedWorld
-from communicators.elastic import transfer
+from communicators.elastic import membership, transfer
 from communicators.simulated.world import SimulatedCommunicator
 from slow_link import Port
 from slow_link.simulated import paths_of
@@ -85,7 +85,8 @@ def trained(way: Way, machines: Sequence[Machine], ranks: int, steps: int, seed:
     world = SimulatedWorld(len(machines), paths_of(ports), seed=seed, faults=faults)
     logging.disable(logging.WARNING)
     try:
-        with patch.object(transfer, "CHUNK_BYTES", 2048):  # behind which small messages wait
+        chunks = patch.object(transfer, "CHUNK_BYTES", 2048)  # behind which small messages wait
+        with chunks, patch.object(membership, "POLL_SECONDS", 1.0):
             world.run(partial(_on_rank, way=way, run=run, machines=machines, seed=seed))
     finally:
         logging.disable(logging.NOTSET)

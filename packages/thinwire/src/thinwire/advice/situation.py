@@ -41,10 +41,11 @@ class Situation:
     compute: seconds of forward and backward. hidden: seconds of them during which buckets travel, 0 without overlap.
     link: α and β of the exchange. link_name: as given, "given" for one's own, or "measured". pairs: α and β of
     ping-pong in pairs, and paths between all ranks, if measured. handling: a rank's own costs by density. taken: the
-    share of the time that others had the cores meanwhile, see `share_taken`. optimizer: "sgd", "adam", "adamw" or "muon". tiny: elements of tensors
-    of fewer than `TINY`, which are summed whole beside a selection from updates; of numbers without a model they are
-    not known. chosen: the densities are the user's own, not the usual ones. shapes: of the trained parameters. work:
-    a rank's own in the ways that select no entries, by name, see `measure_work`; those without are not predicted.
+    share of the time that others had the cores meanwhile, see `share_taken`. optimizer: "sgd", "adam", "adamw" or
+    "muon". tiny: elements of tensors of fewer than `TINY`, which are summed whole beside a selection from updates;
+    of numbers without a model they are not known. chosen: the densities are the user's own, not the usual ones.
+    shapes: of the trained parameters. work: a rank's own in the ways that select no entries, by name, see
+    `measure_work`; those without are not predicted.
     """
 
     numel: int
