@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Self, Unpack, cast
 
 import torch
-from communicators import CollectiveError, Elastic, buckets_of, run, schedules
+from communicators import CollectiveError, Elastic, Stats, buckets_of, run, schedules
 from replicas import Buffers, Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,6 +15,8 @@ from partial_collectives.partial_allreduce import PartialAllreduce, RoundSetting
 from partial_collectives.result import PartialResult
 from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
 from partial_collectives.stragglers import Lateness
+
+SECONDS = ("seconds_exchanging", "seconds_waited", "seconds_hidden")
 
 
 class EagerSGD(Wrapping):
@@ -120,6 +122,8 @@ class EagerSGD(Wrapping):
         self._named: tuple[str, ...] = ()  # members of the rounds' group
         self._residuals: list[list[Tensor]] | None = None  # of rounds that have ended with their group
         self._elastic = self.comm if isinstance(self.comm, Elastic) else None
+        self._given_steps, self._sent_before = 0, self.comm.bytes_sent
+        self._earlier = dict.fromkeys(SECONDS, 0.0)  # of groups before
         self.enter()
         if self._elastic is None:
             self._rounds = PartialAllreduce(like, self.comm, weighted=weighted, **rounds)
@@ -130,6 +134,25 @@ class EagerSGD(Wrapping):
     def lateness(self) -> Lateness:
         """Ranks that were last, and by how much."""
         return self._rounds.lateness
+
+    def stats(self) -> Stats:
+        """Costs of training on this rank since this optimizer was made; sends no messages.
+
+        Returns:
+            Plain numbers for any logger, as `PartialAllreduce.stats` gives them, and:
+
+            - steps: Gradients that this rank has given.
+            - rounds: Rounds that were applied; gradients: those in them, of all ranks, each from the first step of the
+              training on.
+            - bytes_dense: Bytes that an allreduce of as many gradients would have sent at best: 2(P − 1)/P of them.
+        """
+        now, size = self._rounds.stats(), self.comm.size
+        earlier = {name: now[name] + seconds for name, seconds in self._earlier.items()}
+        nbytes = sum(one.numel() * one.element_size() for one in self._like)
+        counted = {"rounds": self.applied, "gradients": self.gradients, "steps": self._given_steps}
+        dense = self._given_steps * (2 * nbytes * (size - 1) // size)
+        sent = {"bytes_sent": self.comm.bytes_sent - self._sent_before, "bytes_dense": dense}
+        return Stats.of_group(self.comm, **{**now, **earlier, **counted, **sent})
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, weight: float | None = None
@@ -153,6 +176,7 @@ class EagerSGD(Wrapping):
         self.admit()
         self.check_exchange()
         gradients = [p.grad for p in self._trained]
+        self._given_steps += 1
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
         return loss
 
@@ -332,6 +356,8 @@ class EagerSGD(Wrapping):
     def _part(self) -> None:
         """Leaves the rounds of a group that has changed, without waiting for anybody."""
         if "_rounds" in self.__dict__:
+            stats = self._rounds.stats()
+            self._earlier = {name: seconds + stats[name] for name, seconds in self._earlier.items()}
             self._rounds.__exit__(CollectiveError, CollectiveError("its ranks meet anew"), None)
             self._residuals = self._rounds.residuals
 

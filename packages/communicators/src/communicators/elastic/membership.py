@@ -130,6 +130,11 @@ class Membership(Communicator):
         return self._sent[1] + (self._inner.messages_sent if self._inner else 0)
 
     @property
+    def awaited(self) -> Mapping[int, float]:  # type: ignore[override]
+        """Seconds for which messages of each current rank were awaited."""
+        return self._inner.awaited if self._inner else {}
+
+    @property
     def _group(self) -> Communicator:
         if self._over:
             raise CollectiveError(

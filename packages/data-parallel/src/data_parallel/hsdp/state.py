@@ -108,6 +108,8 @@ class HsdpState:
             - seconds_waited: Seconds from the end of backward until the last mean has come.
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of the residuals of this rank's parts. Takes one pass over them.
+            - verified_step, verified_hash: Step and hash of the last comparison by `verify`, where there was one; 48 bits
+              of the hash, which are the same on ranks that hold the same parameters.
         """
         return self._exchange.stats()
 
