@@ -65,6 +65,7 @@ METRICS = {
     "density": Metric("thinwire.selection.density", "1", "Share of elements that a rank sends."),
     "residual_norm": Metric("thinwire.residual.norm", "", "2-norm of the residual."),
     "ranks": Metric("thinwire.group.size", "{rank}", "Ranks that train."),
+    "part": Metric("thinwire.group.part", "", "Part of each parameter that this rank holds, under HSDP."),
     "generation": Metric("thinwire.group.generation", "", "Number of the group of ranks."),
     "seconds_awaited": Metric("thinwire.peer.awaited", "s", "Seconds in which messages of a peer were lacking.", True),
     "late_seconds": Metric("thinwire.peer.lateness", "s", "Seconds from a round's beginning to a rank's arrival."),
