@@ -12,7 +12,17 @@ Settings = dict[str, str | int | float | list[int] | None]
 KEEP = 2
 """Checkpoints, where --keep does not say."""
 
-PER_RANK = {"nworkers", "elastic", "oversubscribe", "data_dir", "download", "readers", "output", "tensorboard", "metrics"}
+PER_RANK = {
+    "nworkers",
+    "elastic",
+    "oversubscribe",
+    "data_dir",
+    "download",
+    "readers",
+    "output",
+    "tensorboard",
+    "metrics",
+}
 """Flags that may differ between ranks."""
 NOT_SETTINGS = PER_RANK | {
     "at_least",

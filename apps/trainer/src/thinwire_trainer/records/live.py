@@ -61,9 +61,7 @@ def _collected(snapshots: metrics.Snapshots, url: str, *_: Any) -> Iterator[Upda
 
 
 @contextmanager
-def _written(
-    snapshots: metrics.Snapshots, _: str, folder: RunFolder, progress: TrainingProgress
-) -> Iterator[Update]:
+def _written(snapshots: metrics.Snapshots, _: str, folder: RunFolder, progress: TrainingProgress) -> Iterator[Update]:
     """Each process has a file of its own, because ranks may change, and deletes it at its end."""
     path = folder.live / f"{socket.gethostname()}-{os.getpid()}.prom"
     path.parent.mkdir(exist_ok=True)

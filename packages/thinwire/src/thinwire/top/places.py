@@ -1,4 +1,4 @@
-"""Places where a running training tells its statistics: endpoints of its ranks, files of a run, or its metrics.jsonl."""
+"""Places where a running training tells its statistics: endpoints of its ranks, or the folder of a run."""
 
 import json
 import math
