@@ -122,13 +122,14 @@ class EagerSGD(Wrapping):
         self._named: tuple[str, ...] = ()  # members of the rounds' group
         self._residuals: list[list[Tensor]] | None = None  # of rounds that have ended with their group
         self._elastic = self.comm if isinstance(self.comm, Elastic) else None
-        self._given_steps, self._sent_before = 0, self.comm.bytes_sent
+        self._given_steps = 0
         self._earlier = dict.fromkeys(SECONDS, 0.0)  # of groups before
         self.enter()
         if self._elastic is None:
             self._rounds = PartialAllreduce(like, self.comm, weighted=weighted, **rounds)
         else:
             self._agree(self._elastic, finished=False)
+        self._sent_before = self.comm.bytes_sent
 
     @property
     def lateness(self) -> Lateness:
