@@ -75,6 +75,8 @@ METRICS = {
     "taken_at": Metric("thinwire.snapshot.time", "s", "Time of this snapshot, in Unix seconds."),
 }
 """Metrics by their key in `stats()`; other keys are not exported."""
+CLOCKED = frozenset(key for key, metric in METRICS.items() if metric.grows and metric.unit == "s")
+"""Keys of seconds. A difference of two may shrink by rounding, and a counter that shrinks counts as begun anew."""
 KEYS = {metric.prometheus + "_total" * metric.grows: key for key, metric in METRICS.items()}
 """Keys in `stats()` by the names of samples in Prometheus."""
 
@@ -149,6 +151,8 @@ class Snapshots:
         """Takes a snapshot now, such as after the last step."""
         began = self._clock()
         stats = dict(self._stats())
+        for key in CLOCKED & stats.keys():
+            stats[key] = max(stats[key], self.latest.get(key, 0.0))
         now = self._clock()
         self.latest = {**stats, "seconds": now - self._began, "taken_at": time.time()}
         self._due = now + max(self._every, (now - began) / SHARE)

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ def published(where: str | None, stats: Stats, folder: RunFolder, progress: Trai
         yield lambda: None
         return
     snapshots = metrics.Snapshots(stats)
-    publish = {"prometheus": _served, "otlp": _collected, "file": _written}[kind]
-    with publish(snapshots, place, folder, progress) as update:
+    publish: dict[str, Callable[..., AbstractContextManager[Update]]]
+    publish = {"prometheus": _served, "otlp": _collected, "file": _written}
+    with publish[kind](snapshots, place, folder, progress) as update:
         yield update
         snapshots.take()  # the last steps, for what exports them at the end
 

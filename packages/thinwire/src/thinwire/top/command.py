@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from communicators.metrics import PORT
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from thinwire.advice.command import quantity
@@ -27,8 +27,11 @@ LOOKS = 6
 """Looks that --once takes at most until something has moved."""
 
 
-def look(place: Place, seen: dict[str, Seen]) -> None:
-    """Takes what a place tells now into `seen`, by name. NothingHere at the first look, where it tells nothing."""
+def look(place: Place, seen: dict[str, Seen]) -> RenderableType:
+    """Takes what a place tells now into `seen`, by name, and renders it.
+
+    NothingHere at the first look, where it tells nothing.
+    """
     try:
         told = place.read()
     except NothingHere:
@@ -42,25 +45,24 @@ def look(place: Place, seen: dict[str, Seen]) -> None:
             seen[name] = Seen(stats)
     for name in seen.keys() - told.keys():
         seen[name].gone = True
+    return frame(list(seen.values()), silent=[name for name in place.silent if name not in seen])
 
 
 def watch(place: Place, console: Console, seconds: float, *, once: bool) -> str:
     """Shows frames until the job ends; returns the last word on it. once: one frame, when something has moved."""
     seen: dict[str, Seen] = {}
-    look(place, seen)
+    shown = look(place, seen)
     if once:
-        for _ in range(LOOKS):
+        looks = 0
+        while looks < LOOKS and not all(each.before or each.gone for each in seen.values()):
             time.sleep(seconds)
-            look(place, seen)
-            if all(each.before or each.gone for each in seen.values()):
-                break
-        console.print(frame(list(seen.values())))
+            shown, looks = look(place, seen), looks + 1
+        console.print(shown)
         return ""
-    with Live(frame(list(seen.values())), console=console, auto_refresh=False, transient=False) as live:
+    with Live(shown, console=console, auto_refresh=False) as live:
         while not all(each.gone for each in seen.values()):
             time.sleep(seconds)
-            look(place, seen)
-            live.update(frame(list(seen.values())), refresh=True)
+            live.update(look(place, seen), refresh=True)
     steps = max((each.now.get("steps", 0) for each in seen.values()), default=0)
     return f"the job has ended, after step {steps:.0f}"
 
@@ -69,12 +71,13 @@ def main(argv: Sequence[str]) -> int:
     """Shows a training; returns the exit status, 1 where there is none, 2 where flags make no sense."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="thinwire top", description=__doc__, formatter_class=shape)
-    parser.add_argument("where", nargs="*", default=[f"localhost:{PORT}"], metavar="WHERE", help="default: %(default)s")
+    here = f"localhost:{PORT}"
+    parser.add_argument("where", nargs="*", metavar="WHERE", help=f"HOST:PORT …, or a folder; default: {here}")
     parser.add_argument("--interval", type=SECONDS, default=1.0, metavar="T", help="between frames, in s; default 1")
     parser.add_argument("--once", action="store_true", help="print one frame, as soon as steps were taken")
     flags = parser.parse_args(argv)
     try:
-        if last := watch(place_of(flags.where), Console(), flags.interval, once=flags.once):
+        if last := watch(place_of(flags.where or [here]), Console(), flags.interval, once=flags.once):
             print(last)
     except NothingHere as error:
         print(f"thinwire top: {error}", file=sys.stderr)

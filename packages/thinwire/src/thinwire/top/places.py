@@ -3,7 +3,7 @@
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.error import URLError
@@ -21,7 +21,13 @@ class NothingHere(Exception):  # noqa: N818 - mostly a wrong address
 
 
 class Place(ABC):
-    """Source of statistics of one job."""
+    """Source of statistics of one job.
+
+    Attributes:
+        silent: Names in it that should tell statistics, and did not when it was read last.
+    """
+
+    silent: Sequence[str] = ()
 
     @abstractmethod
     def read(self) -> dict[str, Stats]:
@@ -34,20 +40,21 @@ class Endpoints(Place):
     A single one stands for those of the same machine besides, on the ports round it, as the trainer makes them.
 
     Args:
-        given: "HOST:PORT" or "http://HOST:PORT/metrics", of each rank.
+        given: "HOST:PORT" of each rank, or a URL.
     """
 
-    def __init__(self, given: list[str]) -> None:
-        self._given, self._urls = given, [url_of(each) for each in given]
-        self._alone = len(given) == 1 and (url := self._urls[0]).endswith("/metrics") and url.count(":") == 2
+    def __init__(self, given: Sequence[str]) -> None:
+        self._urls = [url_of(each) for each in given]
+        self._alone = len(given) == 1 and _is_address(given[0]) and given[0] not in self._urls
 
     def read(self) -> dict[str, Stats]:
         """Statistics by URL."""
         if self._alone:
-            self._urls = self._neighbours(self._urls[0])
+            self._urls, self._alone = self._neighbours(self._urls[0]), False
         with ThreadPoolExecutor(max_workers=16) as pool:
             told = dict(zip(self._urls, pool.map(_told, self._urls), strict=True))
         found = {url: each for url, each in told.items() if not isinstance(each, NothingHere)}
+        self.silent = [url for url in told if url not in found]
         if not found:
             raise next(each for each in told.values() if isinstance(each, NothingHere))
         return found
@@ -56,8 +63,7 @@ class Endpoints(Place):
         """URLs of the ranks of its machine, once it has told how many ranks there are."""
         told = _told(url)
         if isinstance(told, NothingHere):
-            return self._urls
-        self._alone = False
+            raise told
         host, port = url.removesuffix("/metrics").rsplit(":", 1)
         first, ranks = int(port) - int(told.get("rank", 0)), int(told.get("ranks", 1))
         return [f"{host}:{first + rank}/metrics" for rank in range(ranks)]
@@ -107,6 +113,8 @@ class RunFolder(Place):
             raise NothingHere(f"{self._path} holds no run: give the --output of one, or HOST:PORT of its metrics")
         live = dict(self._live())
         self._was_live = self._was_live or bool(live)
+        if not live and (self._path / "model.pt").exists():
+            raise NothingHere(f"the run in {self._path} has ended: its epochs are in metrics.jsonl")
         return live if self._was_live else self._epochs()
 
     def _live(self) -> Iterator[tuple[str, Stats]]:
@@ -119,8 +127,6 @@ class RunFolder(Place):
     def _epochs(self) -> dict[str, Stats]:
         path = self._path / "metrics.jsonl"
         rows = path.read_text().splitlines() if path.exists() else []
-        if (self._path / "model.pt").exists() and rows:
-            return {}
         if not rows:
             raise NothingHere(f"{self._path} has no epoch yet: train with --metrics file to see steps")
         return {"by epochs": _summed(rows)}
@@ -144,7 +150,7 @@ def _summed(rows: list[str]) -> Stats:
     }
 
 
-def place_of(given: list[str]) -> Place:
+def place_of(given: Sequence[str]) -> Place:
     """Place that the command line names: a folder, or endpoints."""
     if len(given) == 1 and (Path(given[0]).exists() or not _is_address(given[0])):
         return RunFolder(Path(given[0]))

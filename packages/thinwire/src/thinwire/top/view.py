@@ -55,11 +55,12 @@ class Seen:
         return max(0.0, self.of(name) - self.before.get(name, 0.0)) / max(1.0, steps)
 
 
-def frame(ranks: Sequence[Seen], *, now: float | None = None) -> RenderableType:
+def frame(ranks: Sequence[Seen], *, silent: Sequence[str] = (), now: float | None = None) -> RenderableType:
     """Renders one frame: a summary, a row for each rank, and what is out of order.
 
     Args:
         ranks: All that were seen.
+        silent: Places of ranks that were never seen.
         now: Unix time, in seconds; default: that of the clock.
     """
     now = time.time() if now is None else now
@@ -70,7 +71,14 @@ def frame(ranks: Sequence[Seen], *, now: float | None = None) -> RenderableType:
     for seen in ranks:
         table.add_row(*_cells(seen), style="dim" if seen.gone else "")
     living = [seen for seen in ranks if not seen.gone]
-    notes = [*_gone(ranks), *_left_behind(living), *_silent(living, now), *_differing(living), *late(living)]
+    notes = [
+        *(f"{name} does not answer" for name in silent),
+        *_gone(ranks),
+        *_left_behind(living),
+        *_silent(living, now),
+        *_differing(living),
+        *late(living),
+    ]
     legend = Text(LEGEND, style="dim")
     return Group(Text(_summary(living), style="bold"), table, legend, *(Text(note, style="yellow") for note in notes))
 
