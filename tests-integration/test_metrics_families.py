@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from local_sgd import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
 from partial_collectives import EagerSGD, PartialAllreduce
 
+from release.packages import ROOT
+
 pytestmark = pytest.mark.quick
 
 FAMILIES = {
@@ -78,3 +80,12 @@ def test_every_number_is_exported_and_counters_only_grow(tmp_path_factory, famil
         assert metrics.parsed(path.read_text()) == snapshots.latest
     verified = {(history[-1].get("verified_step"), history[-1].get("verified_hash")) for history in ranks}
     assert len(verified) == 1
+
+
+def test_the_page_names_every_metric():
+    page = (ROOT / "docs/guides/monitoring.md").read_text()
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if "thinwire." in line
+    ]
+    told = {cells[1]: (cells[2], cells[3]) for cells in rows if len(cells) == 4}
+    assert told == {m.name: (m.unit, m.prometheus + "_total" * m.grows) for m in METRICS.values()}

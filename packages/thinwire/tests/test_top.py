@@ -108,18 +108,20 @@ def test_the_rank_is_late_that_others_wait_for_or_that_rounds_name():
 def test_what_is_out_of_order_is_told_in_a_line_each():
     now = time.time()
     ranks = [
-        seen(0, verified_step=8, verified_hash=1, taken_at=now),
-        seen(1, verified_step=8, verified_hash=2, taken_at=now - 100),
-        seen(2, verified_step=8, verified_hash=1, part=1),  # of HSDP, another part
-        seen(3, generation=2),
-        seen(4),
+        seen(0, generation=2, verified_step=8, verified_hash=1, taken_at=now),
+        seen(1, generation=2, verified_step=8, verified_hash=2, taken_at=now - 100),
+        seen(0, generation=2, verified_step=8, verified_hash=3, part=1),  # of HSDP, another part
+        seen(0, taken_at=now - 100),
+        seen(4, generation=2),
     ]
     ranks[4].gone = True
     said = text_of(*ranks, now=now, silent=["http://node:1/metrics"]).splitlines()
+    assert said[0] == "3 of 2 ranks, generation 2, step 20, compared at step 8"
     assert "parameters differ at step 8: ranks [0] against ranks [1]" in said
     assert "rank 1 has been silent for 100 s" in said
     assert "rank 0 of generation 1 is not seen in generation 2" in said
     assert "rank 4 has gone after step 20" in said
+    assert sum("silent" in line for line in said) == 1
     assert "http://node:1/metrics does not answer" in said
 
 

@@ -17,7 +17,7 @@ LATE = 0.1
 """Share of a step from which a rank counts as late."""
 TIMES = ("compute", "select", "wait", "hidden")
 COLUMNS = ("rank", "step", "ms", *TIMES, "sent", "Mbit/s", "lacked of")
-LEGEND = "ms: of a step = compute + select + wait; hidden: exchanges beside them; sent: a step"
+LEGEND = "ms of a step = compute + select + wait; hidden: beside them; sent in a step"
 
 
 @dataclass
@@ -64,17 +64,18 @@ def frame(ranks: Sequence[Seen], *, silent: Sequence[str] = (), now: float | Non
         now: Unix time, in seconds; default: that of the clock.
     """
     now = time.time() if now is None else now
-    ranks = sorted(ranks, key=lambda seen: (seen.gone, seen.of("rank"), seen.of("part")))
+    ranks = sorted(ranks, key=lambda seen: (seen.gone, -seen.of("generation"), seen.of("rank"), seen.of("part")))
+    newest = ranks[0].of("generation") if ranks else 0.0
+    living = [seen for seen in ranks if not seen.gone and seen.of("generation") == newest]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for seen in ranks:
-        table.add_row(*_cells(seen), style="dim" if seen.gone else "")
-    living = [seen for seen in ranks if not seen.gone]
+        table.add_row(*_cells(seen), style="" if seen in living else "dim")
     notes = [
         *(f"{name} does not answer" for name in silent),
         *_gone(ranks),
-        *_left_behind(living),
+        *_left_behind(ranks, newest),
         *_silent(living, now),
         *_differing(living),
         *late(living),
@@ -86,7 +87,7 @@ def frame(ranks: Sequence[Seen], *, silent: Sequence[str] = (), now: float | Non
 def _summary(living: Sequence[Seen]) -> str:
     if not living:
         return "no rank is left"
-    newest = max(living, key=lambda seen: seen.of("generation"))
+    newest = living[0]
     said = [
         f"{len(living)} of {newest.of('ranks'):.0f} ranks",
         f"generation {newest.of('generation'):.0f}" if "generation" in newest.now else "",
@@ -125,9 +126,8 @@ def _gone(ranks: Sequence[Seen]) -> list[str]:
     return [f"rank {seen.of('rank'):.0f} has gone after step {seen.of('steps'):.0f}" for seen in ranks if seen.gone]
 
 
-def _left_behind(living: Sequence[Seen]) -> list[str]:
-    newest = max((seen.of("generation") for seen in living), default=0.0)
-    left = [seen for seen in living if seen.of("generation") < newest]
+def _left_behind(ranks: Sequence[Seen], newest: float) -> list[str]:
+    left = [seen for seen in ranks if not seen.gone and seen.of("generation") < newest]
     return [
         f"rank {seen.of('rank'):.0f} of generation {seen.of('generation'):.0f} is not seen in generation {newest:.0f}"
         for seen in left
