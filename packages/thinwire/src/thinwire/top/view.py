@@ -22,7 +22,7 @@ LEGEND = "ms of a step = compute + select + wait; hidden: beside them; sent in a
 
 @dataclass
 class Seen:
-    """What is known of one rank, from its statistics now and as they were when it had taken fewer steps.
+    """Statistics of one rank, now and as they were when it had taken fewer steps.
 
     Attributes:
         now: Last statistics.
