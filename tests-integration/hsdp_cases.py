@@ -254,6 +254,13 @@ def stats_count_bytes_and_steps():
     kept = run.state.state_dict()["distributed"]["residuals"].values()
     assert stats["residual_norm"] == pytest.approx(float(torch.cat([t.view(-1) for t in kept]).norm()))
     assert stats["seconds_exchanging"] >= stats["seconds_waited"] >= 0
+    place = dist.get_rank()
+    assert (stats["rank"], stats["ranks"], stats["part"]) == (place, 4, place % 2)
+    checked = Run(verify=1)
+    checked.step(0)
+    digests = [None] * 4
+    dist.all_gather_object(digests, checked.state.stats()["verified_hash"])
+    assert digests[:2] == digests[2:]  # the same part on both nodes
 
 
 def clip_norm_holds_each_nodes_gradient():

@@ -16,7 +16,8 @@ from release.environment import linked
 from release.packages import ROOT, Package, build, name_of, packages, wheel_of
 
 PACKAGES = packages()
-MODULE_OF = {"pillow": "PIL", "scikit-learn": "sklearn"}  # where it is not the distribution's own name
+MODULE_OF = {"opentelemetry-sdk": "opentelemetry", "pillow": "PIL", "scikit-learn": "sklearn"}
+"""Modules whose name is not their distribution's own."""
 COMES_WITH_TORCH = {"triton"}
 
 

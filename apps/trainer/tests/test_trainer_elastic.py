@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import points
 import pytest
 import streams
 import torch
-from communicators import Dies, Elastic, SimulatedWorld
+from communicators import Dies, Elastic, SimulatedWorld, metrics
 from thinwire_trainer.app import App
 from thinwire_trainer.command import main
 from thinwire_trainer.command_line.flags import parse
@@ -190,3 +191,20 @@ def test_mpi_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "first_complaint", lambda complaint, place: complaint)
     with pytest.raises(RunError, match="MPI ends all ranks when one dies, and starts none later"):
         command._checked(app, ["--elastic", "here:1"], Placement(launcher="mpiexec", size=2))
+
+
+def test_metrics_follow_the_group_through_a_death(
+    elastic: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[int, list[Any]] = {}
+    monkeypatch.setattr(metrics, "SHARE", float("inf"))
+    monkeypatch.setattr(metrics, "Snapshots", partial(metrics.Snapshots, every=0.0))
+    monkeypatch.setattr(metrics, "write", lambda shots, path: seen.setdefault(id(shots), []).append(shots.latest))
+    trained(elastic(algorithm="gtopk", density=0.3, metrics="file"), faults=[Dies(1, at=1.6 * EPOCH)])
+    assert len(seen) == RANKS
+    histories = list(seen.values())
+    for history in histories:
+        assert [stats["steps"] for stats in history] == sorted(stats["steps"] for stats in history)
+        assert {(stats["generation"], stats["ranks"]) for stats in history} <= {(1, RANKS), (2, RANKS - 1)}
+    assert sorted(history[-1]["generation"] for history in histories) == [1, 2, 2]
+    assert max(history[-1]["steps"] for history in histories) >= EPOCHS * STEPS  # more of fewer samples after the death

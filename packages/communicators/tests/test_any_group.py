@@ -19,7 +19,7 @@ COLLECTIVES = {
     "broadcast": lambda comm: broadcast(ONES, comm),
     "allgather": lambda comm: allgather(ONES, comm)[0],
     "barrier": lambda comm: barrier(comm) or ONES,
-    "refuse_unlike": lambda comm: refuse_unlike({"x": ONES}, comm) or ONES,
+    "refuse_unlike": lambda comm: refuse_unlike({"x": ONES}, comm) and ONES,
     "measure_link": lambda comm: measure_link(comm) and ONES,
 }
 

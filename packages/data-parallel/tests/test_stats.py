@@ -219,3 +219,47 @@ def test_a_repr_says_the_settings():
         assert word in text, word
     for whole in ("dense", "dense-int8", "powersgd"):
         assert "TopK" not in repr(made(Alone(), algorithm=whole)[1])
+
+
+@pytest.mark.parametrize("kind", [DistributedOptimizer, UpdateOptimizer])
+def test_what_was_verified_is_the_hash_that_all_ranks_have(kind):
+    def body(comm):
+        model, optimizer = made(comm, kind, verify=2)
+        found = []
+        for step in range(5):
+            with optimizer.ahead() if isinstance(optimizer, UpdateOptimizer) else nullcontext():
+                backward(model, comm.rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = optimizer.stats()
+            found.append((stats.get("verified_step"), stats.get("verified_hash")))
+        return found
+
+    ranks = SimulatedWorld(3).run(body)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert [step for step, _ in ranks[0]] == [None, 2, 2, 4, 4]
+    hashes = {digest for _, digest in ranks[0]} - {None}
+    assert len(hashes) == 2  # the parameters have changed
+    assert all(digest == float(digest) < 2**48 for digest in hashes)
+
+
+def test_statistics_tell_the_group_and_whose_messages_were_lacking():
+    def body(comm):
+        model, optimizer = made(comm, algorithm="topk-allgather")
+        for step in range(3):
+            backward(model, comm.rank, step)
+            comm.elapse(5.0 if comm.rank == 2 else 0.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.stats()
+
+    ranks = SimulatedWorld(4, link=Link(alpha=1e-3, beta=0.0)).run(body)
+    for rank, stats in enumerate(ranks):
+        assert (stats["rank"], stats["ranks"], stats["generation"]) == (rank, 4, 1)
+        awaited = {name: seconds for name, seconds in stats.items() if name.startswith("seconds_awaited_of_")}
+        assert f"seconds_awaited_of_{rank}" not in awaited
+        assert sum(awaited.values()) >= stats["seconds_waited"] - 1e-9
+    of_late = [stats["seconds_awaited_of_2"] for stats in ranks if "seconds_awaited_of_2" in stats]
+    assert of_late
+    assert min(of_late) > 14.9
+    assert sum(seconds for name, seconds in ranks[2].items() if "awaited" in name) < 0.1

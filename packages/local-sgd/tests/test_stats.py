@@ -1,11 +1,16 @@
 """stats(): what training has cost and saved; and what a repr says."""
 
 import json
+import math
+from functools import partial
 
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
-from local_sgd import CoCoDSGD, LocalSGD
+from local_sgd import CoCoDSGD, DiLoCo, LocalSGD, StreamingDiLoCo
+from partial_collectives import PartialAllreduce
+from sparse_collectives import sparse_allreduce
+from sparse_compress import ErrorFeedback, TopK
 
 pytestmark = pytest.mark.quick
 
@@ -72,3 +77,41 @@ def test_a_repr_says_the_settings(quadratic):
 
     text = SimulatedWorld(2).run(body)[0]
     assert text.startswith("CoCoDSGD(sync_every=4, buffers='keep', inner_state='keep', weighted=True, rank 0 of 2, SGD")
+
+
+@pytest.mark.parametrize("compress", [None, "int4", "sparse"])
+def test_residuals_of_a_compressed_average_have_a_norm(quadratic, compress):
+    def body(comm):
+        task = quadratic(comm.rank)
+        sparse = {"compress": ErrorFeedback(TopK(0.2)), "allreduce": partial(sparse_allreduce, k=3)}
+        options = sparse if compress == "sparse" else {"compress": compress} if compress else {}
+        optimizer = made(comm, task, LocalSGD, **options)
+        task.train(optimizer, range(2 * TAU))
+        held = optimizer.state_dict()["distributed"].get("residuals", {"parts": {}})["parts"]
+        held = held.get("sparsifier", {"residuals": held})["residuals"]
+        norm = math.sqrt(sum(float(one.double().square().sum()) for one in held.values()))
+        return optimizer.stats(), norm
+
+    for stats, norm in SimulatedWorld(2).run(body):
+        assert stats.get("residual_norm", 0.0) == pytest.approx(norm)
+        assert (norm > 0) == (compress is not None)
+
+
+@pytest.mark.parametrize("kind", [DiLoCo, StreamingDiLoCo])
+def test_rounds_that_do_not_wait_tell_their_seconds_and_who_is_late(quadratic, kind):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = made(comm, task, kind, allreduce=partial(PartialAllreduce, quorum=2))
+        before = comm.bytes_sent - optimizer.stats()["bytes_sent"]
+        for step in range(4 * TAU):
+            comm.elapse(1e-2 * comm.rank)
+            task.train(optimizer, [step])
+        optimizer.finish()
+        return optimizer.stats(), comm.bytes_sent - before
+
+    early, late = SimulatedWorld(2, Link(1e-3, 0.0)).run(body)
+    for stats, sent in (early, late):
+        assert (stats["steps"], stats["bytes_sent"]) == (4 * TAU, sent)
+        assert stats["late_seconds_of_1"] > stats["late_seconds_of_0"]
+        assert stats["seconds_exchanging"] >= stats["seconds_waited"] > 0
+    assert early[0]["seconds_waited"] > late[0]["seconds_waited"]

@@ -145,3 +145,28 @@ def test_state_of_three_ranks_goes_on_with_two():
     assert first[0] == first[1] == first[2]
     assert second[0] == second[1]
     assert second[0][2] == first[0][2] + 4
+
+
+def test_statistics_go_on_in_the_next_group():
+    def body(comm):
+        world, found = Elastic(comm, timeout=0.5, start_with=3), []
+        w = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        with EagerSGD(torch.optim.SGD([w], lr=1.0), [("w", w)], comm=world) as optimizer:
+            for step in range(6):
+                comm.elapse(0.1)
+                w.grad = torch.ones(3, dtype=torch.float64)
+                optimizer.step()
+                found.append(optimizer.stats())
+                if step % 2:
+                    optimizer.synchronize()
+        return found
+
+    histories = SimulatedWorld(3, faults=[Dies(1, at=0.35)]).run(body)
+    assert histories[1] is None
+    for history in (histories[0], histories[2]):
+        assert {(stats["ranks"], stats["generation"]) for stats in history} == {(3, 1), (2, 2)}
+        for name in ("steps", "rounds", "gradients", "bytes_sent", "seconds_exchanging", "seconds_waited"):
+            values = [stats[name] for stats in history]
+            assert values == sorted(values), name
+        changed = next(i for i, stats in enumerate(history) if stats["ranks"] == 2)
+        assert history[changed]["seconds_exchanging"] > history[changed - 1]["seconds_exchanging"] > 0

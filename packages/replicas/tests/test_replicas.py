@@ -138,3 +138,13 @@ def test_alike_costs_eight_bytes_a_rank():
     world = SimulatedWorld(4)
     world.run(lambda comm: refuse_unlike(replicas(), comm))
     assert world.bytes_sent == [8 * 3 + 2 * SLOT_BYTES] * 4
+
+
+def test_ranks_that_hold_the_same_get_its_hash():
+    def body(comm, value):
+        return refuse_unlike({"p": torch.full((5,), value), "q": torch.zeros(2)}, comm)
+
+    found = [SimulatedWorld(3).run(lambda comm, value=value: body(comm, value)) for value in (1.0, 1.0, 2.0)]
+    assert all(len(set(ranks)) == 1 for ranks in found)
+    assert found[0] == found[1] != found[2]
+    assert body(None, 1.0) == found[0][0]  # of one rank, too

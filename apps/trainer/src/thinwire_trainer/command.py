@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -71,8 +72,10 @@ def _train(app: App, options: "Options", place: Placement, request: StopRequest)
     from communicators import CollectiveError, LeftOutError
 
     from thinwire_trainer.launching.device import own_device
+    from thinwire_trainer.records.live import of_local_rank
     from thinwire_trainer.run import run
 
+    options = replace(options, metrics=of_local_rank(options.metrics, place.local_rank))
     device = own_device(place.local_rank, "cuda" if options.backend == "nccl" else options.device)
     if options.elastic is None:
         with joined(place, options.backend) as comm:

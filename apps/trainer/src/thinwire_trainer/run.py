@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from thinwire_trainer.launching.device import clock_of
 from thinwire_trainer.launching.ending import StopRequest
 from thinwire_trainer.records.durable import write_tensors
 from thinwire_trainer.records.folder_lock import locked
+from thinwire_trainer.records.live import clear, published
 from thinwire_trainer.records.metrics import Events, TrainingProgress
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.records.trace import Trace
@@ -127,7 +128,7 @@ def _in_its_folder(
         left_out = training.task.faults.told() if isinstance(training.task, LeavesOut) else ""
         for note in filter(None, (chosen, options.not_reached(), left_out)):
             training.note(note)
-        with _traced(training), _stopped_by(request, training):
+        with _traced(training), _stopped_by(request, training), _published(training):
             with all_or_none(comm):
                 if options.tensorboard and comm.rank == 0:
                     training.events = Events(training.folder.events, first_step=training.steps)
@@ -143,6 +144,20 @@ def _stopped_by(request: StopRequest | None, training: Training) -> Iterator[Non
         return
     with request.deferred():
         training.stop = AgreedStop(training.comm, lambda: request.number, first_step=training.steps)
+        yield
+
+
+@contextmanager
+def _published(training: Training) -> Iterator[None]:
+    """Publish statistics in the block, where asked for."""
+    options, folder = training.options, training.folder
+    with ExitStack() as stack:
+        with all_or_none(training.comm):
+            if training.comm.rank == 0 and not training.comm.joining:
+                clear(folder.live)
+        with all_or_none(training.comm):
+            publishing = published(options.metrics, training.stats, folder, training.progress)
+            training.publish = stack.enter_context(publishing)
         yield
 
 

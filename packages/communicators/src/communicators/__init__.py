@@ -1,6 +1,6 @@
 """Collectives written as schedules, carried by MPI, torch.distributed or a simulated world."""
 
-from communicators import schedules, tracing
+from communicators import metrics, schedules, tracing
 from communicators.background.engine import leave
 from communicators.buckets import Bucket, buckets_of
 from communicators.collectives import allgather, allreduce, allreduce_async, barrier, broadcast
@@ -56,6 +56,7 @@ __all__ = [
     "leave",
     "measure_link",
     "measure_paths",
+    "metrics",
     "run",
     "schedules",
     "shares_by_rate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from types import GeneratorType
+from types import GeneratorType, MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -88,6 +88,8 @@ class Communicator(ABC):
         device: Device of payloads unless a call names another one.
         bytes_sent: Bytes that this rank sent in counted rounds so far, by duplicates too.
         messages_sent: Messages that held those bytes.
+        awaited: Seconds for which calls of this rank lacked messages of each peer, which has a number in the present
+            group; of peers side by side each counts.
         outlives_ranks: Whether its signals, and attempts by them, go on where a rank has died. Its calls never do.
         hasty: Whether a rank that is lost, or does not answer, is gone at once: the others meet again in another group.
         elastic: Whether its ranks may change, in `atomic` and `Elastic.boundary` alone.
@@ -104,6 +106,7 @@ class Communicator(ABC):
     device: torch.device = torch.device("cpu")
     bytes_sent: int = 0
     messages_sent: int = 0
+    awaited: Mapping[int, float] = MappingProxyType({})
     outlives_ranks: bool = False
     hasty: bool = False
     elastic: bool = False

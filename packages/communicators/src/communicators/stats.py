@@ -1,6 +1,9 @@
 """Costs and savings of training so far: a dict of plain numbers for any logger, which prints as one line."""
 
 from collections.abc import Mapping
+from typing import Self
+
+from communicators.communicator import Communicator
 
 
 class Stats(dict[str, float]):
@@ -18,7 +21,23 @@ class Stats(dict[str, float]):
         seconds_waited: Seconds among them in which nothing else was left to do.
         seconds_hidden: Seconds among them in which this rank computed.
         dense_steps_left: Steps that are still to be summed dense, of an algorithm that begins so.
+        rank: Number of this rank among the present ones.
+        ranks: Number of ranks.
+        generation: Number of their group, which grows where ranks of an elastic one come or go.
+        seconds_awaited_of_R: Seconds in which a call lacked messages of peer R, of the present group; one for each
+            peer. Waits for several peers at once count for each.
     """
+
+    @classmethod
+    def of_group(cls, comm: Communicator, **numbers: float) -> Self:
+        """Numbers of an optimizer, with those of its group.
+
+        Args:
+            comm: The ranks.
+            **numbers: By name.
+        """
+        awaited = {f"seconds_awaited_of_{peer}": seconds for peer, seconds in sorted(comm.awaited.items())}
+        return cls({**numbers, "rank": comm.rank, "ranks": comm.size, "generation": comm.generation, **awaited})
 
     def __str__(self) -> str:
         """One line, without the numbers that are not known."""

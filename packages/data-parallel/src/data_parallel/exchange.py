@@ -32,6 +32,8 @@ SHARED = ("lr", "momentum", "betas", "weight_decay")
 """Settings of parameter groups that ranks share; an optimizer may adapt other values there, each rank its own."""
 GROUPS_EVERY = 100
 """Steps between two comparisons of parameter groups' settings, the first of which is in the first step."""
+HASHES = 1 << 48
+"""Number of different hashes in statistics: whole numbers that float64, and so every logger, holds exactly."""
 
 
 Checked = tuple[Any, CollectiveError | None]
@@ -94,6 +96,7 @@ class Exchange:
         self.flags: list[tuple[Tensor, Tensor]] = []
         self.selection_seconds = 0.0
         self.tally = Tally(comm.clock)
+        self._verified: dict[str, int] = {}
 
     def said(self) -> str:
         """Settings in use, as text that names them; all ranks share it but for the compressor's density."""
@@ -132,7 +135,8 @@ class Exchange:
         self.taken, self._begins = self.taken + 1, False
         verify = self.settings.verify
         if verify and self.taken % verify == 0:
-            self.comm.atomic(lambda: refuse_unlike(parameters, self.comm))
+            digest = self.comm.atomic(lambda: refuse_unlike(parameters, self.comm))
+            self._verified = {"verified_step": self.taken, "verified_hash": digest % HASHES}
 
     def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, of: int | None = None) -> None:
         """Clips this rank's gradients, which have the loss scale `scale`, in place before they are started.
@@ -228,8 +232,9 @@ class Exchange:
             "seconds_selecting": self.selection_seconds,
             "residual_norm": math.sqrt(sum(squares)),
             "density": None if density is None else float(density),
+            **self._verified,
         }
-        return Stats({name: number for name, number in found.items() if number is not None})
+        return Stats.of_group(self.comm, **{name: number for name, number in found.items() if number is not None})
 
     def error_state(self) -> dict[str, dict[str, Tensor]]:
         """Error state by kind and parameter: references."""

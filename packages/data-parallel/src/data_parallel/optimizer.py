@@ -105,6 +105,8 @@ class ExchangingOptimizer(Wrapping):
             - seconds_selecting: Seconds of selecting, rounding or factoring.
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
+            - verified_step, verified_hash: Step of the last comparison by `verify`, where there was one, and 48 bits of
+              the parameters' hash then, which are the same on all ranks.
         """
         return self._exchange.stats()
 

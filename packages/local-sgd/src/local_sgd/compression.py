@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
@@ -131,6 +131,11 @@ class ResidualSum(ABC):
         """Mean over ranks as a vector, of their total weight."""
         return _by_weight(selected, result.total, weight)
 
+    @property
+    def residual_norm(self) -> float:
+        """2-norm of all residuals."""
+        return norm(self.residuals.values())
+
     @abstractmethod
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, the old one stays, and nothing is lost."""
@@ -208,6 +213,11 @@ class SparseSum:
             with tracing.labelled("restore"):
                 self._sparsifier.restore(selected.part.names[0], back)
 
+    @property
+    def residual_norm(self) -> float:
+        """2-norm of all residuals that the compressor saves under that name."""
+        return norm(self._sparsifier.state_dict().get("residuals", {}).values())
+
     def state_dict(self) -> dict[str, Any]:
         """State of the compressor, and the number of its tensors, because a loader may leave some out.
 
@@ -278,6 +288,11 @@ class CompressedAveraging(Averaging):
             return Arrived([], 0.0, int(unfinished))
         means = [each.part[self._anchor] + change for each, change in zip(self._given, changes, strict=True)]
         return Arrived(means, weight, int(unfinished))
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    """2-norm of all elements, added up in float64."""
+    return math.hypot(*(float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in tensors))
 
 
 def _by_weight(selected: Selected, total: Any, weight: float) -> Tensor:

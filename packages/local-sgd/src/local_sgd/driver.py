@@ -205,6 +205,14 @@ class Driver:
         """Tells other ranks of an error, where they would not see it in their next exchange."""
         del error
 
+    def stats(self) -> dict[str, float]:
+        """Seconds of this rank's exchanges and, where there are residuals, their norm, by the names of `Stats`."""
+        waited = sum(fragment.averaging.waited for fragment in self.fragments)
+        exchanging = sum(fragment.averaging.exchanging for fragment in self.fragments)
+        hidden = max(0.0, exchanging - waited)
+        seconds = {"seconds_exchanging": exchanging, "seconds_waited": waited, "seconds_hidden": hidden}
+        return seconds if self.sums is None else {**seconds, "residual_norm": self.sums.residual_norm}
+
     def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
         """This rank's own part of a state, by parameter, so that it outlives another cut into vectors.
 

@@ -137,18 +137,16 @@ class PeriodicAveraging(Wrapping):
         """Cost and savings of training on this rank since this optimizer was made; exchanges nothing.
 
         Returns:
-            Plain numbers for any logger, as `communicators.Stats` describes them, and "boundaries", their number so
-            far. Bytes are those over `comm`, also by others that use it, and over the small group of two levels.
+            Plain numbers for any logger, as `communicators.Stats` describes them, "boundaries", their number so far
+            and, with `compress`, "residual_norm", the 2-norm of the residuals, which takes one pass over them. Bytes
+            are those over `comm`, also by others that use it, and over the small group of two levels.
         """
         block, size = self._block, self.comm.size
         nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
         dense = (block.steps - self._steps_before) * (2 * nbytes * (size - 1) // size)
         sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": dense}
-        waited = sum(fragment.averaging.waited for fragment in self._driver.fragments)
-        exchanging = sum(fragment.averaging.exchanging for fragment in self._driver.fragments)
-        seconds = {"seconds_exchanging": exchanging, "seconds_waited": waited}
-        hidden = max(0.0, exchanging - waited)
-        return Stats(steps=block.steps, boundaries=block.boundaries, **sent, **seconds, seconds_hidden=hidden)
+        counted = {"steps": block.steps, "boundaries": block.boundaries, **sent, **self._driver.stats()}
+        return Stats.of_group(self.comm, **counted)
 
     def __repr__(self) -> str:
         """Settings, and the wrapped optimizer's."""

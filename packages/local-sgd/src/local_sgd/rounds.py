@@ -41,6 +41,9 @@ A round, alike on all ranks, such as `PartialResult`, has `total`, the sum of th
 those of them that contributed NaN or inf.
 """
 
+OWN_STATS = ("steps", "bytes_sent")
+"""Statistics that an optimizer counts itself, not its rounds."""
+
 
 class OuterRounds(Driver):
     """Contributes the change of a block, Δ = z − x, to a round; every round is one step of the outer optimizer.
@@ -207,6 +210,12 @@ class OuterRounds(Driver):
     def give_up(self, error: BaseException) -> None:
         """Tells the other ranks of an error."""
         self._rounds.__exit__(type(error), error, error.__traceback__)
+
+    def stats(self) -> dict[str, float]:
+        """Seconds, lateness and norm of residuals, as far as the engine of the rounds counts them."""
+        counts = getattr(self._elastic or self._rounds, "stats", dict)
+        counted = {name: number for name, number in counts().items() if name not in OWN_STATS}
+        return {**super().stats(), **counted}
 
     def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
         """State of the rounds besides; not for newcomers, who come where nothing is under way."""

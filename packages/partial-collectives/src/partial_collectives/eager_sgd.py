@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Self, Unpack, cast
 
 import torch
-from communicators import CollectiveError, Elastic, buckets_of, run, schedules
+from communicators import CollectiveError, Elastic, Stats, buckets_of, run, schedules
 from replicas import Buffers, ElasticRounds, Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -117,17 +117,37 @@ class EagerSGD(Wrapping):
             for bucket in buckets_of(self._trained)
         ]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
+        self._like = like
         make = partial(PartialAllreduce, like, weighted=weighted, **rounds)
         self._elastic = ElasticRounds(weakref.proxy(self), self.comm, make) if isinstance(self.comm, Elastic) else None
         if self._elastic is None:
             self._rounds = make(self.comm)
         self.regrouped()
         self.enter()
+        self._given_steps, self._sent_before = 0, self.comm.bytes_sent
 
     @property
     def lateness(self) -> Lateness:
         """Ranks that were last, and by how much."""
         return self._rounds.lateness
+
+    def stats(self) -> Stats:
+        """Costs of training on this rank since this optimizer was made; sends no messages.
+
+        Returns:
+            Plain numbers for any logger, as `PartialAllreduce.stats` gives them, and:
+
+            - steps: Gradients that this rank has given.
+            - rounds: Rounds that were applied; gradients: those in them, of all ranks, each from the first step of the
+              training on.
+            - bytes_dense: Bytes that an allreduce of as many gradients would have sent at best: 2(P − 1)/P of them.
+        """
+        now, size = (self._elastic or self._rounds).stats(), self.comm.size
+        nbytes = sum(one.numel() * one.element_size() for one in self._like)
+        counted = {"rounds": self.applied, "gradients": self.gradients, "steps": self._given_steps}
+        dense = self._given_steps * (2 * nbytes * (size - 1) // size)
+        sent = {"bytes_sent": self.comm.bytes_sent - self._sent_before, "bytes_dense": dense}
+        return Stats.of_group(self.comm, **{**now, **counted, **sent})
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, weight: float | None = None
@@ -151,6 +171,7 @@ class EagerSGD(Wrapping):
         self.admit()
         self.check_exchange()
         gradients = [p.grad for p in self._trained]
+        self._given_steps += 1
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
         return loss
 

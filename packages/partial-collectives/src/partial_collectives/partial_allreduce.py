@@ -1,11 +1,12 @@
 """`PartialAllreduce`: sums over ranks that do not wait for the last one, and lose nothing of it."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self, TypeAlias, TypedDict, cast
 
 import torch
-from communicators import CollectiveError, Communicator, as_communicator, run, schedules
+from communicators import CollectiveError, Communicator, Stats, as_communicator, run, schedules
 from torch import Tensor
 
 from partial_collectives.collective import BITS
@@ -123,7 +124,7 @@ class PartialAllreduce:
         self._rounds = PartialRounds(
             self.comm, rules, flat, waits, rounds, shrinks=shrinks, bits=bits, weighted=weighted
         )
-        self._closed = False
+        self._closed, self._sent_before = False, self.comm.bytes_sent
 
     @property
     def round(self) -> int:
@@ -280,6 +281,31 @@ class PartialAllreduce:
             pass
         self._rounds.close()
         self._closed = True
+
+    def stats(self) -> Stats:
+        """Costs of this rank since this object was made; sends no messages.
+
+        Returns:
+            Plain numbers for any logger, as `communicators.Stats` describes them. Bytes are those over `comm`, also by
+            others that use it; a round is exchanged from the first wait for it, or its beginning, on. And:
+
+            - rounds: Rounds that are over on this rank, from the first of the training on.
+            - late_seconds_of_R: Seconds from the beginning of a round to the arrival of rank R, in the median of the
+              last rounds, below 0 where it comes early; one for each rank.
+            - residual_norm: The 2-norm of the residuals, with `compress`. Takes one pass over them.
+        """
+        exchanging, waited = self._rounds.seconds()
+        numbers = {
+            "bytes_sent": self.comm.bytes_sent - self._sent_before,
+            "seconds_exchanging": exchanging,
+            "seconds_waited": waited,
+            "seconds_hidden": exchanging - waited,
+            "rounds": self.round,
+            **{f"late_seconds_of_{rank}": late for rank, late in self.lateness.by_rank().items()},
+        }
+        if left := [one for each in self.residuals for one in each]:
+            numbers["residual_norm"] = math.hypot(*(float(one.double().norm()) for one in left))
+        return Stats.of_group(self.comm, **numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank: gradients in no round yet, rounds that were not returned yet, and where the rounds stand.

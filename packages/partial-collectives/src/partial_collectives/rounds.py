@@ -62,6 +62,8 @@ class PartialRounds:
         self._arrivals = Arrivals()
         self._comm, self._facts, self._grace = comm, facts, grace
         self._lock = threading.RLock()
+        self.exchanging = self.waited = 0.0  # seconds, by the communicator's clock
+        self._busy, self._since = set[str](), 0.0
         self._shrinks, self._left_out, self.name = shrinks, "", f"rank {comm.rank}"
         self.given_up = set[int]()
         self._collective: Attempt | Work[Any] | None = None  # a call of all ranks, unless others go on without some
@@ -121,15 +123,39 @@ class PartialRounds:
         A slow rank is waited for as long as it takes, but its engine must answer.
         """
         pulse = Pulse(self._comm.timeout, lambda peer: self._signals.send(peer, Kind.LIVES), self._answered)
-        while True:
-            try:
-                self._signals.wait_until(lambda: self._looks(over), pulse.seconds)
-                return self._check()
-            except TimeoutError:
-                if self._comm.size == 1:
-                    raise
+        self._count("waits", True)
+        try:
+            while not self._waited(over, pulse.seconds):
                 if silent := pulse.feel(self._others - self._gone(), self._waits()):
                     self._give_up_on(silent, pulse.silence(silent[0]))
+        finally:
+            self._count("waits", False)
+        self._check()
+
+    def _waited(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Waits for so long at most; returns whether the condition holds."""
+        try:
+            self._signals.wait_until(lambda: self._looks(over), seconds)
+        except TimeoutError:
+            if self._comm.size == 1:
+                raise
+            return False
+        return True
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds so far in which a round was under way or waited for, and those of them in which this rank waited."""
+        with self._lock:
+            self._count("", False)
+            return self.exchanging, self.waited
+
+    def _count(self, what: str, begins: bool) -> None:
+        """Adds up seconds until now, in which what has begun goes on."""
+        with self._lock:
+            now = self._comm.clock()
+            self.exchanging += (now - self._since) * bool(self._busy)
+            self.waited += (now - self._since) * ("waits" in self._busy)
+            self._since = now
+            (self._busy.add if begins else self._busy.discard)(what)
 
     def _give_up_on(self, silent: Sequence[int], why: str) -> None:
         """Goes on without ranks that do not answer, where they hear of it from their next group; else fails."""
@@ -265,6 +291,7 @@ class PartialRounds:
         """Begins a collective among the ranks that are left; make: gives the schedule of a position among so many."""
         members = sorted(self.machine.members)
         self._number += 1
+        self._count("round", True)
         told = self._kept(make(members.index(self._comm.rank), len(members)), self._number)
         if self._data is None:
             self._collective = self._signals.attempt(told, members, facts=f"{self._facts}: {what} of {members}")
@@ -283,6 +310,7 @@ class PartialRounds:
 
     def _collective_over(self) -> None:
         collective = self._collective
+        self._count("round", False)
         if isinstance(collective, Attempt) and collective.lost is not None:
             self._do(self.machine.gone(collective.lost))
         elif collective is not None and collective.error is not None:

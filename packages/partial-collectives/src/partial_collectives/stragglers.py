@@ -82,6 +82,18 @@ class Lateness:
                 margins[rank].append(arrivals[rank] - statistics.median(others))
         return margins
 
+    def by_rank(self) -> dict[int, float]:
+        """Arrival of each rank in the median of the last rounds: seconds after their beginning, below 0 before it.
+
+        Ranks of which no arrival is known yet are left out.
+        """
+        with self._lock:
+            known = [arrival for arrivals in self.rounds.values() for arrival in arrivals.items()]
+        came: dict[int, list[float]] = {}
+        for rank, late in known:
+            came.setdefault(rank, []).append(late)
+        return {rank: statistics.median(came[rank]) for rank in sorted(came)}
+
     def slowest(self) -> tuple[int, float, float]:
         """Rank that was last most often, its share of the rounds, and by how many seconds in the median.
 

@@ -9,6 +9,8 @@ from communicators import CollectiveError, Communicator, Elastic, run, schedules
 
 from replicas.wrapping import Wrapping
 
+SECONDS = ("seconds_exchanging", "seconds_waited", "seconds_hidden")
+
 
 class ElasticRounds:
     """Rounds of one generation after another, as a `PartialAllreduce` runs them over its fixed group.
@@ -30,6 +32,7 @@ class ElasticRounds:
         self._generation = 0
         self._named: tuple[str, ...] = ()  # members of the rounds' group
         self._residuals: list[list[torch.Tensor]] | None = None  # of rounds that have ended with their group
+        self._earlier = dict.fromkeys(SECONDS, 0.0)  # of them
 
     @property
     def called(self) -> bool:
@@ -38,7 +41,12 @@ class ElasticRounds:
 
     def call(self) -> None:
         """Asks all ranks to meet, with what this rank gives next, where others wait to be let in or it is to leave."""
-        self.current.calls = self._elastic.awaited
+        self.current.calls = self._elastic.changing
+
+    def stats(self) -> dict[str, float]:
+        """Statistics of the current rounds, with the seconds of those before them."""
+        now: dict[str, float] = dict(self.current.stats())
+        return now | {name: now[name] + seconds for name, seconds in self._earlier.items()}
 
     def begin_anew(self, number: int, residuals: list[list[torch.Tensor]] | None = None) -> None:
         """Begins with the round of this number; every rank calls it, after which all `agree`.
@@ -117,5 +125,6 @@ class ElasticRounds:
     def _part(self) -> None:
         """Leaves the rounds of a group that has changed, without waiting for anybody."""
         if self.current is not None:
+            self._earlier = {name: self.stats()[name] for name in SECONDS}
             self.current.__exit__(CollectiveError, CollectiveError("its ranks meet anew"), None)
             self._residuals = self.current.residuals

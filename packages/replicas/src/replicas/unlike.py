@@ -13,8 +13,8 @@ CHUNK_BYTES = 1 << 21
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, 0x165667B19E3779F9)  # odd, of xxHash
 
 
-def refuse_unlike(named: Mapping[str, Tensor], comm: Any) -> None:
-    """Does nothing where all ranks hold the same bits; for every rank to call.
+def refuse_unlike(named: Mapping[str, Tensor], comm: Any) -> int:
+    """Hash of the tensors where all ranks hold the same bits, and an error where not; for every rank to call.
 
         refuse_unlike(dict(model.named_parameters()), comm)
 
@@ -24,19 +24,20 @@ def refuse_unlike(named: Mapping[str, Tensor], comm: Any) -> None:
         named: Tensors by name; names, shapes and dtypes are the same on every rank.
         comm: See `communicators.as_communicator`.
 
+    Returns:
+        Hash of all tensors in 64 bits, see `hash_bits`, signed.
+
     Raises:
         CollectiveError: The same on every rank: names the ranks that differ from most of the others, and for each its
             first tensor that does. Without a majority the lowest rank counts as right.
     """
     comm = as_communicator(comm)
-    if comm.size == 1:
-        return
     own = torch.stack([hash_bits(tensor).cpu() for tensor in named.values()]) if named else torch.zeros(0).long()
     listed = ";".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named.items())
     facts = f"refuse_unlike({len(named)} tensors, names and shapes {zlib.crc32(listed.encode()):08x})"
     digests = run(_gathered(hash_bits(own), comm.rank, comm.size), comm, facts=facts, device=torch.device("cpu"))
     if len(set(digests)) == 1:
-        return
+        return digests[0]
     hashes = torch.stack(allgather(own, comm))  # P × tensors
     raise CollectiveError(_report(hashes.tolist(), list(named)))
 

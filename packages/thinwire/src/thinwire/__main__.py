@@ -1,8 +1,9 @@
-"""The command `thinwire`: which way to train, whether this installation can, and a slow network to try it on.
+"""The command `thinwire`: which way to train, whether this installation can, a slow network, and a view of a training.
 
     thinwire advise --parameters 25e6 --step-seconds 0.25 --link 1gbit --ranks 32
     thinwire doctor
     thinwire slow-link --rate 100mbit --delay 1ms -- torchrun --nproc-per-node 2 train.py
+    thinwire top localhost:9464
 
 Each has a --help of its own. `python -m thinwire` is the same, for mpiexec and torchrun.
 """
@@ -14,8 +15,9 @@ from slow_link.__main__ import main as slow_link
 
 from thinwire.advice.command import main as advise
 from thinwire.doctor.command import main as doctor
+from thinwire.top.command import main as top
 
-COMMANDS = {"advise": advise, "doctor": doctor, "slow-link": slow_link}
+COMMANDS = {"advise": advise, "doctor": doctor, "slow-link": slow_link, "top": top}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -30,6 +30,17 @@ from thinwire_trainer.synchronisers.table import AUTO, CHOOSING, OPTIMIZERS, TAB
 OF_AN_OPTIMIZER = {"optimizer", "lr", "momentum", "nesterov", "weight_decay"}
 """What a file says of one optimizer is not for another that the command line names."""
 
+PROMETHEUS = (("prometheus_client", "prometheus_client"),)
+METRICS_NEED = {
+    "prometheus": PROMETHEUS,
+    "file": PROMETHEUS,
+    "otlp": (
+        ("opentelemetry.sdk", "opentelemetry-sdk"),
+        ("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http"),
+    ),
+}
+"""Modules that each kind of --metrics takes, and the packages that have them."""
+
 
 def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
     """The run that `argv` asks for; RunError says which flag is wrong and what was expected.
@@ -292,3 +303,14 @@ def _check_output(given: Namespace) -> None:
         raise RunError(f"--output {str(given.output)!r} names no folder: give one of its own, or leave --output out")
     if given.tensorboard and find_spec("tensorboard") is None:
         raise RunError("--tensorboard needs the tensorboard package: pip install tensorboard")
+    kind = (given.metrics or "").partition(":")[0]
+    if missing := [package for module, package in METRICS_NEED.get(kind, ()) if not _is_there(module)]:
+        raise RunError(f"--metrics {kind} needs what is not installed: pip install {' '.join(missing)}")
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module is installed, also where the package that would have it is not."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -12,7 +12,17 @@ Settings = dict[str, str | int | float | list[int] | None]
 KEEP = 2
 """Checkpoints, where --keep does not say."""
 
-PER_RANK = {"nworkers", "elastic", "oversubscribe", "data_dir", "download", "readers", "output", "tensorboard"}
+PER_RANK = {
+    "nworkers",
+    "elastic",
+    "oversubscribe",
+    "data_dir",
+    "download",
+    "readers",
+    "output",
+    "tensorboard",
+    "metrics",
+}
 """Flags that may differ between ranks."""
 NOT_SETTINGS = PER_RANK | {
     "at_least",
@@ -86,6 +96,7 @@ class Options:
     checkpoint_every: int | None  # steps; 0: never; None: every epoch
     keep: int  # checkpoints
     tensorboard: bool
+    metrics: str | None  # where statistics go meanwhile: "prometheus:PORT", "otlp:URL", "file"
     profile: bool
     oversubscribe: bool  # more workers than the cores of this machine can bear
     own: Mapping[str, Any]

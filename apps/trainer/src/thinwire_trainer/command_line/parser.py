@@ -100,6 +100,15 @@ RUN = (
     ),
     Flag("keep", None, f"checkpoints, the newest (default: {KEEP})", read=quantities.count, metavar="N"),
     Flag("tensorboard", False, "also write TensorBoard events"),
+    Flag(
+        "metrics",
+        None,
+        "statistics of the run under way: prometheus[:PORT] serves them to Prometheus, each local rank on the port "
+        "after the last one's (default 9464); otlp[:URL] sends them to a collector of OpenTelemetry; file keeps them "
+        "in DIR/live, for `thinwire top DIR`",
+        read=quantities.metrics_place,
+        metavar="WHERE",
+    ),
     Flag("profile", False, "also write a trace of a few steps, for Perfetto or chrome://tracing"),
 )
 

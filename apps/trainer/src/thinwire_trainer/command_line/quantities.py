@@ -34,6 +34,16 @@ def steps_or_stages(text: str) -> str:
     return text
 
 
+def metrics_place(text: str) -> str:
+    """Place of metrics, as it was given."""
+    kind, colon, place = text.partition(":")
+    port = kind == "prometheus" and (not colon or (place.isdecimal() and 0 < int(place) < 1 << 16))
+    url = kind == "otlp" and (not colon or place.startswith(("http://", "https://")))
+    if not (port or url or text == "file"):
+        raise ArgumentTypeError(f"given {text!r}, expected prometheus, prometheus:PORT, otlp, otlp:URL or file")
+    return text
+
+
 density = number("0 < density <= 1, for example 0.01 to send one entry in a hundred", lambda value: 0 < value <= 1)
 momentum = number("0 <= momentum < 1", lambda value: 0 <= value < 1)
 smoothing = number("0 <= smoothing < 1", lambda value: 0 <= value < 1)

@@ -3,11 +3,12 @@
 import hashlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from communicators import metrics
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -151,9 +152,11 @@ class Events:
         # What a killed run wrote after the checkpoint that is resumed is purged.
         self._writer = SummaryWriter(folder, purge_step=first_step)
 
-    def write(self, row: Row) -> None:
-        """Add one epoch."""
+    def write(self, row: Row, stats: Mapping[str, float]) -> None:
+        """Add one epoch, and what training has cost rank 0 by then."""
+        steps = int(figure(row, "steps"))
         for name, value in row.items():
             if isinstance(value, int | float) and name not in ("epoch", "steps"):
-                self._writer.add_scalar(name, value, row["steps"])
+                self._writer.add_scalar(name, value, steps)
+        metrics.add_scalars(self._writer, stats, steps)
         self._writer.flush()

@@ -5,6 +5,7 @@ OUTPUT/task.json        what the app's commands need besides the model (see `thi
 OUTPUT/metrics.jsonl    one object an epoch
 OUTPUT/checkpoints/     for --resume
 OUTPUT/events/          TensorBoard's, where --tensorboard asks for them
+OUTPUT/live/            statistics of each process under way, where --metrics file asks for them
 OUTPUT/trace.json       where --profile asks for it (see `thinwire_trainer.records.trace`)
 OUTPUT/model.pt         the trained model's state_dict, buffers averaged over ranks; a run that goes on deletes it
 OUTPUT/lock             while a run writes there (see `thinwire_trainer.records.folder_lock`)
@@ -34,7 +35,7 @@ class RunFolder:
         self.task = path / "task.json"
         self.model = path / "model.pt"  # written when training has ended
         self.trace = path / "trace.json"
-        self.events = path / "events"
+        self.events, self.live = path / "events", path / "live"
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.checkpoints = Checkpoints(path / "checkpoints", keep)
         self._files = self.metrics.path, self.model, self.trace, self.task, self.config

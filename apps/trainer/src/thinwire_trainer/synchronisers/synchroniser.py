@@ -96,6 +96,11 @@ class Synchroniser(ABC):
         """Seconds of all calls of `exchange` until now that went into choosing what is sent."""
         return 0.0
 
+    def stats(self) -> Mapping[str, float]:
+        """Statistics of the optimizer by the names of `communicators.Stats`; none where it keeps none."""
+        own: Callable[[], Mapping[str, float]] = getattr(self.optimizer, "stats", dict)
+        return own()
+
     def counters(self) -> Mapping[str, int | float]:
         """Counts of this rank since the run began, for the metrics of every epoch, such as `hidden_fraction`."""
         return {}

@@ -108,6 +108,7 @@ def train_epoch(training: Training, world: Elastic, course: Course) -> None:
             loss = train_step(training, train_input(task, [indices], seed=seed, readers=0), samples=len(indices))
             replica.position.step += 1
             training.progress.step(training.steps, loss)
+            training.publish()
             replica.totals.seconds += training.clock() - began
             if training.trace:
                 training.trace.step()

@@ -1,7 +1,7 @@
 """The training loop: epochs of steps, an evaluation after each, checkpoints in between."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,11 +48,16 @@ class Training:
     trace: Trace | None = None  # --profile, rank 0
     stop: AgreedStop | None = None  # where signals are waited for
     events: Events | None = None  # TensorBoard, rank 0
+    publish: Callable[[], object] = lambda: None  # statistics, after each step
 
     @property
     def steps(self) -> int:
         """Steps taken since the beginning of the run."""
         return self.replica.position.taken(self.steps_per_epoch)
+
+    def stats(self) -> Mapping[str, float]:
+        """Statistics of the run on this rank, its steps among them."""
+        return {**self.replica.synchroniser.stats(), "steps": self.steps}
 
     def note(self, text: str) -> None:
         """One line for the user, from rank 0; for every rank to call. AgreedError if it cannot be written."""
@@ -95,7 +100,7 @@ def report(training: Training, row: Row) -> None:
         training.folder.metrics.append(row)
         training.progress.epoch(row)
         if training.events:
-            training.events.write(row)
+            training.events.write(row, training.stats())
 
 
 def train_epoch(training: Training) -> int:
@@ -111,6 +116,7 @@ def train_epoch(training: Training) -> int:
             loss = train_step(training, batches_read, samples=weight_of(batches, name))
             position.step += 1
             training.progress.step(position.scheduled(training.steps_per_epoch), loss)
+            training.publish()
             stopped_by = training.stop.after(training.steps) if training.stop else 0
             training.replica.totals.seconds += training.clock() - began
             if training.trace:

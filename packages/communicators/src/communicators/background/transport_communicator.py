@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
@@ -70,6 +70,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         self.device, self.side = device, cast(SideStream | None, None)
         self._timeout = timeout
         self._peers: tuple[int, ...] = ()  # of the current round, some twice
+        self._sources: Collection[int] = ()  # those that it lacks messages of, as far as it has looked
         self._pending: Pending | None = None
         self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
         self._stepped_through = False  # only the last messages are under way
@@ -159,6 +160,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         if self._requested is not None or self._pending is None or waited < GRACE_SECONDS:
             return
         missing, control, call = self._pending.missing(), self.control, self.call
+        self._sources = [peer for peer in self._sources if peer in missing] or self._sources
         waiting = call.waits(missing)
         if left := control.departed_before(call.number, missing):
             self._request_abort(errors.left(left[0], control.departed[left[0]], waiting))
@@ -198,6 +200,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 if not self._pending.arrived():
                     return False
                 received = self._pending.received()
+                self.comm.count_awaited(self._sources, time.monotonic() - self.progressed)
                 self._unsent = [*(pending for pending in self._unsent if not pending.done()), self._pending]
                 self._pending = None
             if self._stepped_through:
@@ -206,7 +209,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 action = self.call.step(received)
             received = {}
             if action is None:
-                self._stepped_through = True
+                self._stepped_through, self._sources = True, ()
                 if unsent := [pending for pending in self._unsent if not pending.done()]:
                     self._see_off(UnsentMessages(self.control, unsent))
                 self._unsent = []
@@ -226,6 +229,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
             self.comm.engine.add(unsent)
 
     def _post(self, action: Round | NativeSum) -> None:
+        self._sources = () if isinstance(action, NativeSum) else action.recvs
         if isinstance(action, NativeSum):
             self._pending = action.pending
         else:
@@ -288,6 +292,7 @@ class TransportCommunicator(Communicator):
         self.control = Control(transport)
         self.device, self.outlives_ranks = transport.device, transport.outlives_ranks
         self.bytes_sent = self.messages_sent = 0
+        self._awaited = dict[int, float]()
         self.origin = origin  # whose duplicate this is
         self._calls = 0
         self._facts: set[str] = set()
@@ -365,6 +370,20 @@ class TransportCommunicator(Communicator):
             self.messages_sent += messages
         if self.origin is not None:
             self.origin.count(nbytes, messages)
+
+    def count_awaited(self, peers: Collection[int], seconds: float) -> None:
+        """Counts seconds for which a call lacked messages of these peers."""
+        with self.control.lock:
+            for peer in peers:
+                self._awaited[peer] = self._awaited.get(peer, 0.0) + seconds
+        if self.origin is not None:
+            self.origin.count_awaited(peers, seconds)
+
+    @property
+    def awaited(self) -> Mapping[int, float]:  # type: ignore[override]
+        """Seconds for which calls lacked messages of each peer."""
+        with self.control.lock:
+            return dict(self._awaited)
 
     def aside(self, schedule: Schedule[T], members: Sequence[int], *, facts: str) -> Work[T]:
         return cast(Work[T], self.attempt(among(schedule, members, facts), facts))

@@ -109,7 +109,7 @@ class Membership(Communicator):
         return self._record.members
 
     @property
-    def awaited(self) -> bool:
+    def changing(self) -> bool:
         """Whether others wait to be let in, or this rank is to leave."""
         return self.leaving or bool(self._newcomers())
 
@@ -142,6 +142,11 @@ class Membership(Communicator):
     def messages_sent(self) -> int:  # type: ignore[override]
         """Messages sent in all generations."""
         return self._sent[1] + (self._inner.messages_sent if self._inner else 0)
+
+    @property
+    def awaited(self) -> Mapping[int, float]:  # type: ignore[override]
+        """Seconds for which messages of each current rank were awaited."""
+        return self._inner.awaited if self._inner else {}
 
     @property
     def _group(self) -> Communicator:

@@ -48,6 +48,7 @@ class SimulatedCall(Work[Any], Attempt):
         self.done = False
         self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity
         self.unsent = -1  # -1: not in a round
+        self.posted = 0.0  # when its current round was
         self.received: Received = {}
         self.waiter: Action | None = None
         self.callbacks: list[Action] = []
@@ -87,6 +88,7 @@ class EventLoop:
         self.world, self._draw, self._turns = world, draw, turns
         self.now = 0.0
         self.bytes_sent, self.messages_sent = [0] * world.size, [0] * world.size
+        self.awaited: list[dict[int, float]] = [{} for _ in range(world.size)]  # rank -> peer -> seconds
         self._events: list[tuple[float, float, int, Action, Callable[[], bool] | None]] = []
         self._deadlines: list[tuple[float, int, float, weakref.ref[SimulatedCall]]] = []
         self._serial = count()
@@ -329,6 +331,7 @@ class EventLoop:
 
     def _post(self, outstanding: SimulatedCall, action: Round) -> None:
         call, outstanding.received, outstanding.unsent = outstanding.call, {}, len(action.sends)
+        outstanding.posted = self.now
         outstanding.lacks = {peer: (call.tag(peer, call.heard), capacity) for peer, capacity in action.recvs.items()}
         for target, payload in action.sends.items():
             fault = self.world.faults.get((call.rank, self.messages_sent[call.rank]))
@@ -363,10 +366,11 @@ class EventLoop:
         """Takes what has arrived; steps on when the round lacks nothing more."""
         if outstanding.done or outstanding.unsent < 0:
             return
-        inbox = self._inboxes[outstanding.call.rank]
+        inbox, awaited = self._inboxes[outstanding.call.rank], self.awaited[outstanding.call.rank]
         for source, (tag, capacity) in list(outstanding.lacks.items()):
             if (payload := inbox.pop((source, outstanding.name, tag), None)) is not None:
                 del outstanding.lacks[source]
+                awaited[source] = awaited.get(source, 0.0) + self.now - outstanding.posted
                 outstanding.received[source] = payload
                 try:
                     outstanding.call.accept(source, payload, capacity)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -139,6 +139,12 @@ class SimulatedCommunicator(Communicator):
     def messages_sent(self) -> int:  # type: ignore[override]
         """Messages that this rank sent so far."""
         return self.loop.messages_sent[self._place]
+
+    @property
+    def awaited(self) -> Mapping[int, float]:  # type: ignore[override]
+        """Seconds for which messages of each peer were awaited so far."""
+        seconds, places = self.loop.awaited[self._place], self._members or range(self.size)
+        return {peer: seconds[place] for peer, place in enumerate(places) if place in seconds}
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None

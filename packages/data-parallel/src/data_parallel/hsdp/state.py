@@ -108,8 +108,15 @@ class HsdpState:
             - seconds_waited: Seconds from the end of backward until the last mean has come.
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of the residuals of this rank's parts. Takes one pass over them.
+            - verified_step, verified_hash: Step of the last comparison by `verify`, where there was one, and 48 bits of
+              the parameters' hash then, which are the same on all ranks.
+            - rank, ranks: Of all nodes, as in the whole world where a node's ranks follow one another; peers that are
+              awaited are nodes.
+            - part: Place of this rank inside its node, of whose part of each parameter all this is.
         """
-        return self._exchange.stats()
+        nodes, node = self._comm, self._inside
+        place = {"rank": nodes.rank * node.size + node.rank, "ranks": nodes.size * node.size, "part": node.rank}
+        return Stats({**self._exchange.stats(), **place})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, and the algorithm's state. Another one on every rank.

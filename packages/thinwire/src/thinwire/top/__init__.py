@@ -1,0 +1,1 @@
+"""Live view of a running training in the terminal: `thinwire top`."""
