@@ -50,7 +50,7 @@ node() {
 
 pause() {
     sleep 0.5
-    if [ $SECONDS -lt 600 ]; then return; fi
+    if [ $SECONDS -lt 1200 ]; then return; fi
     tail -n 5 /run/slurm/*.log /run/job/*.out
     echo "error: still not done after $SECONDS s: the logs above may say why"
     exit 1
@@ -92,7 +92,7 @@ try_torchrun() {
 
 try_requeue() {
     export SBATCH_TIMELIMIT=2 SBATCH_SIGNAL=TERM@60 # after 30 s to 60 s: Slurm looks twice a minute
-    submit requeue --max-epochs 120
+    submit requeue --max-epochs 100
     unset SBATCH_TIMELIMIT SBATCH_SIGNAL
     until_it_says 'stopped by SIGTERM' requeue.out
     until [[ $(scontrol show job "$job") == *Reason=BeginTime* ]]; do pause; done

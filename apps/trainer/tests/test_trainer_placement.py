@@ -1,7 +1,11 @@
 """Which launcher started this process, and as what."""
 
+import sys
+from types import ModuleType
+
 import pytest
-from thinwire_trainer.launching.placement import Placement, placement
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.launching.placement import Placement, first_complaint, placement
 
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
@@ -60,3 +64,16 @@ def test_placement(environment: dict[str, str], expected: Placement) -> None:
 )
 def test_ranks_of_srun_meet_on_the_first_node(nodes: str, first: str) -> None:
     assert placement(SLURM | {"SLURM_STEP_NODELIST": nodes}).meeting == f"{first}:20000"
+
+
+def test_mpi4py_without_an_mpi_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unloadable(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError("cannot load MPI library\nlibmpi.so.12: no such file")
+
+    monkeypatch.setitem(sys.modules, "mpi4py", Unloadable("mpi4py"))
+    with pytest.raises(
+        RunError, match=r"MPI cannot be used \(cannot load MPI library\): pip install mpi4py mpich"
+    ) as told:
+        first_complaint("", Placement(launcher="mpiexec", size=2))
+    assert "\n" not in str(told.value)

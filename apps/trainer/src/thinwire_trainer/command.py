@@ -97,7 +97,9 @@ def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
     try:
         options = parse(argv, app, world_size=place.size if place.launcher else None)
         if options.backend == "nccl" and (place.launcher is None or place.uses_mpi):
-            raise RunError("--backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out")
+            raise RunError(
+                "--backend nccl is for ranks of torchrun, or of srun without MPI; others talk by MPI: leave it out"
+            )
         if options.elastic is not None:
             _check_meeting(options.elastic, place)
         if options.device == "cuda" or options.backend == "nccl":

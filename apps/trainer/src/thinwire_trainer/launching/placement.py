@@ -93,7 +93,7 @@ def joined(
 ) -> Iterator[Communicator]:
     """This rank's communicator: MPI's under an MPI launcher, torch.distributed's under torchrun and srun, else of one.
 
-    backend: torch.distributed's. By "gloo" what a GPU sends is staged through the host's memory; by "nccl" it goes directly.
+    backend: torch.distributed's. By "gloo" what a GPU sends is staged through the host; by "nccl" it goes directly.
     elastic: where ranks that come and go meet instead, see `Options`.
     """
     from communicators import Elastic, as_communicator
@@ -119,8 +119,11 @@ def _mpi_world(place: Placement) -> Any:
     """mpi4py's COMM_WORLD; RunError if it is not the world that the launcher says it started."""
     try:
         from mpi4py import MPI
-    except ImportError as error:
-        raise RunError(f"started by {place.launcher}, but MPI cannot be used ({error}): pip install mpi4py") from None
+    except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library
+        raise RunError(
+            f"started by {place.launcher}, but MPI cannot be used ({str(error).partition(chr(10))[0]}): "
+            "pip install mpi4py mpich, or take the cluster's own MPI"
+        ) from None
     if MPI.COMM_WORLD.size != place.size:
         raise RunError(
             f"{place.launcher} started {place.size} ranks, mpi4py sees {MPI.COMM_WORLD.size}: "
