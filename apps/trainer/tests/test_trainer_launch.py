@@ -103,7 +103,7 @@ def test_nccl_is_refused_where_mpi_carries_the_messages(
         monkeypatch.delenv(name, raising=False)
     assert main(app, ["--backend", "nccl"]) == 2
     assert capsys.readouterr().err == (
-        "points: error: --backend nccl is for ranks of torchrun, or srun without MPI; MPI carries its own: leave it out\n"
+        "points: error: --backend nccl is for ranks of torchrun, or srun without MPI: leave it out\n"
     )
 
 

@@ -97,9 +97,7 @@ def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
     try:
         options = parse(argv, app, world_size=place.size if place.launcher else None)
         if options.backend == "nccl" and (place.launcher is None or place.uses_mpi):
-            raise RunError(
-                "--backend nccl is for ranks of torchrun, or srun without MPI; MPI carries its own: leave it out"
-            )
+            raise RunError("--backend nccl is for ranks of torchrun, or srun without MPI: leave it out")
         if options.elastic is not None:
             _check_meeting(options.elastic, place)
         if options.device == "cuda" or options.backend == "nccl":
