@@ -22,7 +22,8 @@ def tried(words: list[str], folder: str) -> int:
     environment = {**os.environ, **QUIET, "RAY_TMPDIR": folder}
     command = [sys.executable, str(HERE / words[0]), *words[1:]]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    print(done.stdout, done.stderr if done.returncode else "", sep="", end="", flush=True)
+    own = [line for line in done.stdout.splitlines() if not line.startswith("\033")]  # not what Ray says, in colours
+    print(*own, *(done.stderr.splitlines() if done.returncode else []), sep="\n", flush=True)
     return done.returncode
 
 

@@ -8,7 +8,12 @@
 # this script; nothing of them is left. Needs Linux and root.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+PATH=$PATH:/usr/sbin:/sbin
 if [ "${1:-}" != inside ]; then
+    for program in munged slurmctld slurmd ip python; do
+        type -P $program > /dev/null || { echo "error: $program is not installed: see the top of $0" >&2; exit 1; }
+    done
+    [ "$(id -u)" = 0 ] || { echo "error: expected root, started as $(id -un): use sudo, as at the top of $0" >&2; exit 1; }
     exec unshare --mount --net --uts --pid --fork --kill-child --mount-proc bash "$here/try.sh" inside "$@"
 fi
 shift
@@ -56,9 +61,9 @@ pause() {
     exit 1
 }
 
-submit() { # JOB FLAG …
+submit() { # what sbatch takes
     echo "\$ sbatch $*"
-    job=$(sbatch --parsable "$here/$1.sbatch" "${@:2}")
+    job=$(sbatch --parsable "$@")
 }
 
 until_it_says() { # TEXT FILE
@@ -74,26 +79,22 @@ shows() { # FILE TEXT: waits for the end of the job, which has to be good, and t
 }
 
 try_srun() {
-    submit srun --dnn mlp --max-epochs 10
+    submit srun.sbatch --dnn mlp --max-epochs 10
     shows srun.out 'epoch  10/10'
 }
 
 try_pmi2() {
-    export SLURM_MPI_TYPE=pmi2
-    submit srun --dnn mlp --max-epochs 10 --overwrite
+    submit --export=ALL,SLURM_MPI_TYPE=pmi2 srun.sbatch --dnn mlp --max-epochs 10 --overwrite
     shows srun.out 'epoch  10/10'
-    unset SLURM_MPI_TYPE
 }
 
 try_torchrun() {
-    submit torchrun --dnn mlp --max-epochs 10
+    submit torchrun.sbatch --dnn mlp --max-epochs 10
     shows torchrun.out 'epoch  10/10'
 }
 
-try_requeue() {
-    export SBATCH_TIMELIMIT=2 SBATCH_SIGNAL=TERM@60 # after 30 s to 60 s: Slurm looks twice a minute
-    submit requeue --max-epochs 100
-    unset SBATCH_TIMELIMIT SBATCH_SIGNAL
+try_requeue() { # signalled after 30 s to 60 s: Slurm looks twice a minute
+    submit --time=2 --signal=TERM@60 requeue.sbatch --max-epochs 100
     until_it_says 'stopped by SIGTERM' requeue.out
     until [[ $(scontrol show job "$job") == *Reason=BeginTime* ]]; do pause; done
     echo "Slurm lets it wait for two minutes. \$ scontrol update jobid=$job starttime=now timelimit=10"
@@ -102,7 +103,7 @@ try_requeue() {
 }
 
 try_elastic() {
-    submit elastic --dnn mlp --max-epochs 100
+    submit elastic.sbatch --dnn mlp --max-epochs 100
     until_it_says 'epoch  10/' elastic.out
     echo 'kill -9 of all processes of node2'
     ip netns pids node2 | xargs kill -KILL
@@ -111,6 +112,7 @@ try_elastic() {
 }
 
 cluster
+cp "$here"/*.sbatch /run/job
 cd /run/job
 [ $# -gt 0 ] || set -- srun pmi2 torchrun requeue elastic
 for name; do
