@@ -9,7 +9,7 @@ folder=$(mktemp -d)
 trap 'kill $(jobs -p) 2> /dev/null || true; rm -r "$folder"' EXIT
 trap 'exit 130' INT TERM
 cd "$folder"
-export MASTER_ADDR=localhost MASTER_PORT
+export MASTER_ADDR=localhost MASTER_PORT TMPDIR=$folder # torchrun leaves files there
 MASTER_PORT=$(python -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
 
 pod() { # NAME VARIABLE=VALUE …
