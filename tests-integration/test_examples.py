@@ -16,8 +16,11 @@ ELSEWHERE = {
     "gtopk_mpi.sh": "test_published_commands.py",
     "accelerate": "../tests-ecosystem/test_frameworks.py",
     "hsdp": "test_hsdp_example.py",
+    "kubernetes": "test_clusters.py",
     "lightning": "../tests-ecosystem/test_frameworks.py",
+    "ray": "../.github/workflows/check.yml",
     "ring-reduce-scatter": "test_third_party.py",
+    "slurm": "../.github/workflows/check.yml",
     "transformers": "../tests-ecosystem/test_frameworks.py",
 }
 """What another test runs."""

@@ -1,4 +1,4 @@
-"""The Slurm script of the guide: stopped before its time is over, it is queued again, and then goes on with its run."""
+"""The Slurm job that is queued again: stopped before its time is over, it then goes on with its run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 BESIDE = Path(sys.executable).parent
-PAGE = Path(__file__).parent.parent / "docs" / "guides" / "slurm.md"
+JOB = Path(__file__).parent.parent / "examples" / "slurm" / "requeue.sbatch"
 LIMIT = 90  # seconds
 STAND_INS = {
-    "srun": f'#!/bin/sh\nexec "{BESIDE}/mpiexec" -n 2 "$@"\n',
+    "srun": f'#!/bin/sh\nshift\nexec "{BESIDE}/mpiexec" -n 2 "$@"\n',  # without --kill-on-bad-exit
     "scontrol": '#!/bin/sh\necho "$@" >> "$TOLD"\n',
     "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
 }
@@ -26,8 +26,6 @@ pytestmark = pytest.mark.mpi
 @pytest.fixture
 def job(tmp_path):
     """Starts the script where srun, scontrol and python are stand-ins; ends what a failure leaves."""
-    script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", PAGE.read_text(), re.DOTALL)[1]
-    (tmp_path / "job.sh").write_text(script)
     (tmp_path / "bin").mkdir()
     for name, text in STAND_INS.items():
         (tmp_path / "bin" / name).write_text(text)
@@ -37,7 +35,7 @@ def job(tmp_path):
     jobs = []
 
     def start():
-        command = ["bash", "job.sh"]
+        command = ["bash", JOB]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         jobs.append(subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes))
         return jobs[-1]
@@ -71,7 +69,7 @@ def launcher_of(started):
 @pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs Linux' /proc")
 @pytest.mark.timeout(300)
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(job, tmp_path):
-    folder, step = tmp_path / "runs" / "resnet20", 0
+    folder, step = tmp_path / "runs" / "requeue", 0
     for turn in (1, 2):
         started = job()
         until_there_is_one_after(step, started, folder)
@@ -80,6 +78,6 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(job, tmp_path):
         assert started.returncode == 143, error
         assert (tmp_path / "told").read_text() == "requeue 4711\n" * turn
         said = re.search(r"thinwire_cifar: error: stopped by SIGTERM after step (\d+)", error)
-        assert (f"resumed runs/resnet20 at step {step}" in out) == (turn > 1), out
+        assert (f"resumed runs/requeue at step {step}" in out) == (turn > 1), out
         step = int(said[1])
         assert newest(folder) == step

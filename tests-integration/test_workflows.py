@@ -36,7 +36,8 @@ def test_every_hatch_command_is_there():
     assert commands
     for environment, script in commands:
         assert environment.rstrip(":") in {"", *environments}
-        assert script in environments["default"]["scripts"]
+        own = environments[environment.rstrip(":") or "default"].get("scripts", {})
+        assert script in {**environments["default"]["scripts"], **own}
 
 
 @pytest.mark.parametrize("package", packages().values(), ids=lambda package: package.name)

@@ -74,18 +74,26 @@ def test_a_signal_before_the_workers_are_there_waits_for_them(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("backend", "group", "transport"), [("gloo", "gloo", None), ("nccl", "cpu:gloo,cuda:nccl", "nccl")]
 )
-def test_torchruns_ranks_meet_by_gloo_or_where_asked_by_nccl(
+def test_ranks_without_mpi_meet_by_gloo_or_where_asked_by_nccl(
     monkeypatch: pytest.MonkeyPatch, backend: str, group: str, transport: str | None
 ) -> None:
     """No GPU is needed to see what is asked of torch.distributed."""
     seen: list[object] = []
-    monkeypatch.setattr(torch.distributed, "init_process_group", seen.append)
+
+    def group_made(name: str, address: str, *, rank: int, world_size: int) -> None:
+        seen.extend((name, address, rank, world_size))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", group_made)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: seen.append("end"))
     monkeypatch.setattr(communicators, "as_communicator", lambda comm, *, transport=None: transport)
-    place = Placement(launcher="torchrun", size=2)
-    with joined(place, backend) as comm:
-        assert comm == transport
-    assert seen == [group, "end"]
+    for place, address in (
+        (Placement(launcher="torchrun", rank=1, size=2), "env://"),
+        (Placement(launcher="srun", rank=1, size=2, meeting="node1:20001"), "tcp://node1:20001"),
+    ):
+        with joined(place, backend) as comm:
+            assert comm == transport
+        assert seen == [group, address, 1, 2, "end"]
+        seen.clear()
 
 
 def test_nccl_is_refused_where_mpi_carries_the_messages(
@@ -95,7 +103,7 @@ def test_nccl_is_refused_where_mpi_carries_the_messages(
         monkeypatch.delenv(name, raising=False)
     assert main(app, ["--backend", "nccl"]) == 2
     assert capsys.readouterr().err == (
-        "points: error: --backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out\n"
+        "points: error: --backend nccl is for ranks of torchrun, or srun without MPI: leave it out\n"
     )
 
 

@@ -1,10 +1,15 @@
 """Which launcher started this process, and as what."""
 
+import sys
+from types import ModuleType
+
 import pytest
-from thinwire_trainer.launching.placement import Placement, placement
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.launching.placement import Placement, first_complaint, placement
 
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+STEP = SLURM | {"SLURM_STEP_NODELIST": "gpu-a[03-05,9],gpu-b7", "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "2"}
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,17 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "TORCHELASTIC_RUN_ID": "none"},
             Placement(launcher="torchrun", rank=3, size=4, local_rank=3, watches=True),
         ),
-        (SLURM, Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True)),
+        (SLURM, Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True, meeting="localhost:20000")),
+        (STEP, Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True, meeting="gpu-a03:24569")),
+        (
+            STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+            Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True, meeting="10.0.0.1:29500"),
+        ),
+        (SLURM | {"PMIX_RANK": "5"}, Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True)),
+        (
+            SLURM | {"I_MPI_PMI_LIBRARY": "libpmi2.so"},
+            Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True),
+        ),
         (SLURM | MPICH, Placement(launcher="mpiexec", rank=2, size=4, local_rank=1, watches=True)),
         (
             SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"},
@@ -35,3 +50,30 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 )
 def test_placement(environment: dict[str, str], expected: Placement) -> None:
     assert placement(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[1-2]", "node1"),
+        ("node[1,4-5]-ib", "node1-ib"),
+        ("a[01-2],b[3-4]", "a01"),
+    ],
+)
+def test_ranks_of_srun_meet_on_the_first_node(nodes: str, first: str) -> None:
+    assert placement(SLURM | {"SLURM_STEP_NODELIST": nodes}).meeting == f"{first}:20000"
+
+
+def test_mpi4py_without_an_mpi_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unloadable(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError("cannot load MPI library\nlibmpi.so.12: no such file")
+
+    monkeypatch.setitem(sys.modules, "mpi4py", Unloadable("mpi4py"))
+    with pytest.raises(
+        RunError, match=r"MPI cannot be used \(cannot load MPI library\): pip install mpi4py mpich"
+    ) as told:
+        first_complaint("", Placement(launcher="mpiexec", size=2))
+    assert "\n" not in str(told.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -57,6 +58,14 @@ def test_something_else_is_refused():
         as_communicator("world")
 
 
+def lines_of(script):
+    """What it prints in a process that no launcher has started."""
+    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 UNDER_A_LAUNCHER = """
 import os
 from communicators import as_communicator
@@ -74,11 +83,32 @@ for variable in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
 
 def test_several_ranks_without_a_way_between_them():
     """In a process of its own: this one may have imported mpi4py."""
-    launched = subprocess.run([sys.executable, "-c", UNDER_A_LAUNCHER], env={}, capture_output=True, text=True)
-    assert launched.returncode == 0, launched.stderr
-    told = launched.stdout.splitlines()
+    told = lines_of(UNDER_A_LAUNCHER)
     assert len(told) == 3
     assert all("mpi4py" in one and "init_process_group" in one for one in told)
+
+
+UNDER_ANOTHER_MPI = """
+import os
+from mpi4py import MPI
+from communicators import as_communicator
+assert as_communicator().size == as_communicator(MPI.COMM_WORLD).size == 1
+os.environ["SLURM_STEP_NUM_TASKS"] = "4"
+assert as_communicator(MPI.COMM_SELF).size == 1
+for comm in (None, MPI.COMM_WORLD):
+    try:
+        as_communicator(comm)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.mpi
+def test_ranks_that_mpi_does_not_join():
+    """srun without MPI, or with another one: each would train alone."""
+    told = lines_of(UNDER_ANOTHER_MPI)
+    assert len(told) == 2
+    assert all("srun started 4 ranks" in one and "srun --mpi=list" in one for one in told)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -99,8 +99,8 @@ def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
     complaint, options = "", None
     try:
         options = parse(argv, app, world_size=place.size if place.launcher else None)
-        if options.backend == "nccl" and place.launcher != "torchrun":
-            raise RunError("--backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out")
+        if options.backend == "nccl" and (place.launcher is None or place.uses_mpi):
+            raise RunError("--backend nccl is for ranks of torchrun, or srun without MPI: leave it out")
         if options.elastic is not None:
             _check_meeting(options.elastic, place)
         if options.device == "cuda" or options.backend == "nccl":
@@ -119,7 +119,7 @@ def _check_meeting(elastic: str, place: Placement) -> None:
     if place.uses_mpi:
         raise RunError(
             f"--elastic under {place.launcher}: MPI ends all ranks when one dies, and starts none later; start every "
-            f"rank by itself, or with torchrun"
+            f"rank by itself, with torchrun, or with srun --mpi=none --no-kill"
         )
     if not elastic and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise RunError(

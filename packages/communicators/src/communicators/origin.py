@@ -18,6 +18,14 @@ _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "WORLD_SIZE": "torchrun",
 }
+_NO_WORLD = (
+    "`from mpi4py import MPI` (mpiexec, srun) or `torch.distributed.init_process_group(...)` (torchrun) "
+    "before as_communicator(None), or pass a communicator"
+)
+_OTHER_MPI = (
+    "mpi4py's COMM_WORLD has one. mpi4py uses another MPI than the launcher, or srun gives it none: take both from one "
+    "source, name a plugin of `srun --mpi=list`, or start the script with torchrun"
+)
 
 
 def as_communicator(
@@ -49,7 +57,8 @@ def as_communicator(
 
     Raises:
         TypeError: `comm` is something else, or a process group without a Store, or a fake one.
-        RuntimeError: None, under a launcher of several ranks, with neither a process group nor mpi4py.
+        RuntimeError: A launcher has started several ranks, and there is neither a process group nor mpi4py, or
+            mpi4py's COMM_WORLD has one rank.
         CollectiveError: Names the ranks that did not come to the first use, or have died since, and what to do.
     """
     made = _found(comm, timeout if patience is None else patience, transport, store)
@@ -107,20 +116,24 @@ def _from_mpi(comm: Any, mpi: Any, patience: float | None) -> Communicator:
     if comm == mpi.COMM_NULL or comm.Is_inter():
         raise ValueError("expected an intracommunicator, got COMM_NULL or an intercommunicator")
     if comm.Get_size() == 1:
-        return Alone()
+        return _alone(_OTHER_MPI) if comm == mpi.COMM_WORLD else Alone()
     from communicators.worlds.mpi import from_mpi
 
     return from_mpi(comm, patience)
 
 
 def _one_rank() -> Communicator:
+    found = _alone(_NO_WORLD)
+    logger.info("no process group is initialised and mpi4py.MPI is not imported: one rank, nothing is exchanged")
+    return found
+
+
+def _alone(otherwise: str) -> Communicator:
+    """One rank; RuntimeError, with what to do, where a launcher has started more."""
     for variable, launcher in _LAUNCHERS.items():
         size = os.environ.get(variable, "1")
         if size.isdigit() and int(size) > 1:
             raise RuntimeError(
-                f"{launcher} started {size} ranks ({variable}), but none of them can reach the others: "
-                "`from mpi4py import MPI` (mpiexec, srun) or `torch.distributed.init_process_group(...)` (torchrun) "
-                "before as_communicator(None), or pass a communicator"
+                f"{launcher} started {size} ranks ({variable}), but none of them can reach the others: {otherwise}"
             )
-    logger.info("no process group is initialised and mpi4py.MPI is not imported: one rank, nothing is exchanged")
     return Alone()

@@ -79,7 +79,7 @@ MACHINE = (
     Flag("nworkers", None, "ranks; without a launcher this many are started", read=quantities.count, metavar="N"),
     Flag("at_least", None, "elastic ranks that train, else they wait (default: 1)", read=quantities.count, metavar="N"),
     Flag("device", "auto", "auto: a GPU of its own for each local rank, if there is", choices=("auto", "cpu", "cuda")),
-    Flag("backend", "gloo", "between torchrun's ranks; nccl: GPUs", choices=("gloo", "nccl")),
+    Flag("backend", "gloo", "between ranks without MPI; nccl: GPUs", choices=("gloo", "nccl")),
     Flag("amp", False, "forward passes of training in bfloat16 (autocast)"),
     Flag("compile", False, "the model by torch.compile"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ LAUNCHERS = {
 }
 
 
+MPI_VARIABLES = ("PMI", "I_MPI_PMI_LIBRARY")  # prefixes: of what srun with an MPI plugin sets, and what Intel MPI needs
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"  # a script that sets RANK itself may end before what it started in the background
 
 
@@ -36,11 +38,12 @@ class Placement:
     size: int = 1
     local_rank: int = 0
     watches: bool = False  # whether this process is to end when the one that started it does
+    meeting: str | None = None  # host:port where ranks of srun without MPI find each other
 
     @property
     def uses_mpi(self) -> bool:
         """Whether MPI carries the messages (otherwise torch.distributed does, or nothing has to)."""
-        return self.launcher is not None and self.launcher != "torchrun"
+        return self.launcher not in (None, "torchrun") and self.meeting is None
 
 
 def placement(environment: Mapping[str, str]) -> Placement:
@@ -55,8 +58,22 @@ def placement(environment: Mapping[str, str]) -> Placement:
                 size=int(environment[size]),
                 local_rank=int(local),
                 watches=launcher != "torchrun" or BY_TORCHRUN in environment,
+                meeting=_meeting(environment) if launcher == "srun" else None,
             )
     return Placement()
+
+
+def _meeting(environment: Mapping[str, str]) -> str | None:
+    """Address on the first node of a Slurm step, with a port of the step's own; None where MPI carries the messages.
+
+    MASTER_ADDR and MASTER_PORT, where they are set, say otherwise.
+    """
+    if any(name.startswith(MPI_VARIABLES) for name in environment):
+        return None
+    nodes = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", environment.get("SLURM_STEP_NODELIST", "localhost"))  # node[1-3],gpu7
+    step = int(environment.get("SLURM_JOB_ID", "0")) + int(environment.get("SLURM_STEP_ID", "0"))
+    host = environment.get("MASTER_ADDR", nodes.partition(",")[0])
+    return f"{host}:{environment.get('MASTER_PORT', 20000 + step % 10000)}"
 
 
 def first_complaint(complaint: str, place: Placement) -> str:
@@ -74,9 +91,9 @@ def first_complaint(complaint: str, place: Placement) -> str:
 def joined(
     place: Placement, backend: str = "gloo", *, elastic: str | None = None, at_least: int | None = None
 ) -> Iterator[Communicator]:
-    """This rank's communicator: MPI's under an MPI launcher, torch.distributed's under torchrun, else of one rank.
+    """This rank's communicator: MPI's under an MPI launcher, torch.distributed's under torchrun and srun, else of one.
 
-    backend: torchrun's. By "gloo" what a GPU sends is staged through the host's memory; by "nccl" it goes directly.
+    backend: torch.distributed's. By "gloo" what a GPU sends is staged through the host; by "nccl" it goes directly.
     elastic: where ranks that come and go meet instead, see `Options`.
     """
     from communicators import Elastic, as_communicator
@@ -86,9 +103,12 @@ def joined(
         yield Elastic(elastic or None, at_least=at_least or 1)
     elif place.uses_mpi:
         yield as_communicator(_mpi_world(place))
-    elif place.launcher == "torchrun":
+    elif place.launcher is not None:
         direct = backend == "nccl"
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if direct else "gloo")
+        address = f"tcp://{place.meeting}" if place.meeting else "env://"
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if direct else "gloo", address, rank=place.rank, world_size=place.size
+        )
         yield as_communicator(None, transport="nccl" if direct else None)
         distributed.destroy_process_group()
     else:
@@ -99,8 +119,11 @@ def _mpi_world(place: Placement) -> Any:
     """mpi4py's COMM_WORLD; RunError if it is not the world that the launcher says it started."""
     try:
         from mpi4py import MPI
-    except ImportError as error:
-        raise RunError(f"started by {place.launcher}, but MPI cannot be used ({error}): pip install mpi4py") from None
+    except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library
+        raise RunError(
+            f"started by {place.launcher}, but MPI cannot be used ({str(error).partition(chr(10))[0]}): "
+            "pip install mpi4py mpich, or take the cluster's own MPI"
+        ) from None
     if MPI.COMM_WORLD.size != place.size:
         raise RunError(
             f"{place.launcher} started {place.size} ranks, mpi4py sees {MPI.COMM_WORLD.size}: "
