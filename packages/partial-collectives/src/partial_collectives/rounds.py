@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from communicators import Attempt, CollectiveError, Communicator, LeftOutError, Schedule, Work, start
+from communicators import Attempt, CollectiveError, Communicator, LeftOutError, Schedule, Work, start, tracing
 from torch import Tensor
 
 from partial_collectives.collective import Ended, Rounding, partial_round, recovery
@@ -121,7 +121,8 @@ class PartialRounds:
         pulse = Pulse(self._comm.timeout, lambda peer: self._signals.send(peer, Kind.LIVES), self._answered)
         while True:
             try:
-                self._signals.wait_until(lambda: self._looks(over), pulse.seconds)
+                with tracing.labelled("wait"):
+                    self._signals.wait_until(lambda: self._looks(over), pulse.seconds)
                 return self._check()
             except TimeoutError:
                 if self._comm.size == 1:

@@ -63,6 +63,7 @@ class GlooTransport(Transport):
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.device = torch.device("cpu")
         self.rendezvous = rendezvous.met(patience)
+        self.group = self.rendezvous.name
         self._data = GlooGroup(self.rendezvous.shared, self.rank, self.size)
         self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
         self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
@@ -141,6 +142,9 @@ class _PendingRound(Pending):
     buffers: dict[int, Payload]
     receives: dict[int, Wait]
     sends: list[tuple[int, Wait]]
+
+    def come(self) -> list[int]:
+        return [peer for peer, wait in self.receives.items() if wait.done]
 
     def arrived(self) -> bool:
         for peer, wait in (*self.receives.items(), *self.sends):

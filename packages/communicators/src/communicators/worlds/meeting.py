@@ -108,12 +108,13 @@ def meet(store: Store, rank: int, size: int, timeout: float) -> str:
 
 
 class Rendezvous(NamedTuple):
-    """Meeting place of ranks: keys of one Store, by a client of our own and by the group's."""
+    """Meeting place of ranks: keys of one Store, by a client of our own and by the group's. name: the last prefix."""
 
     rank: int
     size: int
     own: Store
     shared: Store
+    name: str = ""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, keys: Store) -> Rendezvous:
@@ -127,7 +128,7 @@ class Rendezvous(NamedTuple):
 
     def elsewhere(self, prefix: str) -> Rendezvous:
         """Rendezvous of the same ranks, under a further prefix."""
-        return self._replace(own=PrefixStore(prefix, self.own), shared=PrefixStore(prefix, self.shared))
+        return self._replace(own=PrefixStore(prefix, self.own), shared=PrefixStore(prefix, self.shared), name=prefix)
 
 
 def in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
