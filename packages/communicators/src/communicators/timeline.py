@@ -13,7 +13,7 @@ import re
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,25 +69,28 @@ def paired(events: list[Event], within: Sequence[float]) -> list[tuple[Event, Ev
     within: bound of the error of each rank's clock, in µs.
     """
     sides: dict[str, dict[str, list[Event]]] = defaultdict(lambda: {"to": [], "from": []})
-    for event in events:
-        if "key" in event.get("args", ()):
-            sides[event["args"]["key"]][event["args"]["way"]].append(event)
-    pairs: list[tuple[Event, Event]] = []
-    for side in sides.values():
-        ordered = (sorted(side[way], key=lambda event: float(event["ts"])) for way in ("to", "from"))
-        for sent, came in zip(*ordered, strict=False):
-            if sent["pid"] == came["pid"]:
-                continue
-            end, error = came["ts"] + came["dur"], within[sent["pid"]] + within[came["pid"]]
-            if end + error < sent["ts"] or sent["args"]["bytes"] > came["args"]["bytes"]:
-                continue
-            for event, way, peer in ((sent, "to", came["pid"]), (came, "from", sent["pid"])):
-                event["name"] = f"{way} rank {peer}: {sent['args']['bytes']} B"
-                event["args"] |= {"peer": peer, "bytes": sent["args"]["bytes"]}
-            sent["dur"] = max(end - sent["ts"], sent["dur"])
-            came["dur"] = max(came["dur"], sent["ts"] - came["ts"])  # clocks are not the same
-            pairs.append((sent, came))
+    for event in sorted((event for event in events if "key" in event.get("args", ())), key=lambda event: event["ts"]):
+        sides[event["args"]["key"]][event["args"]["way"]].append(event)
+    beside = [pair for side in sides.values() for pair in zip(side["to"], side["from"], strict=False)]
+    pairs = [pair for pair in beside if _fits(*pair, within)]
+    for sent, came in pairs:
+        _join(sent, came)
     return pairs
+
+
+def _fits(sent: Event, came: Event, within: Sequence[float]) -> bool:
+    """Whether two bars can be of one message."""
+    late = came["ts"] + came["dur"] + within[sent["pid"]] + within[came["pid"]] >= sent["ts"]
+    return bool(late and sent["pid"] != came["pid"] and sent["args"]["bytes"] <= came["args"]["bytes"])
+
+
+def _join(sent: Event, came: Event) -> None:
+    """Names both bars alike; what was sent lasts until it has come, which is not before."""
+    for event, way, peer in ((sent, "to", came["pid"]), (came, "from", sent["pid"])):
+        event["name"] = f"{way} rank {peer}: {sent['args']['bytes']} B"
+        event["args"] |= {"peer": peer, "bytes": sent["args"]["bytes"]}
+    came["dur"] = max(came["dur"], sent["ts"] - came["ts"])
+    sent["dur"] = came["ts"] + came["dur"] - sent["ts"]
 
 
 def _arrow(number: int, sent: Event, came: Event) -> list[Event]:
@@ -164,19 +167,19 @@ class Recorded:
 
 
 def gathered(own: Recorded | None, comm: Communicator) -> dict[str, Any] | None:
-    """Timeline of all ranks on rank 0, None elsewhere; every rank calls it. own: None where it has recorded nothing."""
+    """Timeline of all ranks on rank 0, None elsewhere and where nobody has recorded anything; every rank calls it."""
     packed = torch.zeros(0, dtype=torch.uint8) if own is None else own.packed()
 
     def exchange() -> tuple[list[bytes], list[tuple[float, float]]]:
         here = comm.rank, comm.size
         sizes = run(allgather(torch.tensor([packed.numel()]), *here), comm, facts="sizes of traces", device=CPU)
         nbytes = [int(size) for size in sizes]
-        clocks = run(_clocks(*here), comm, facts="clocks", device=CPU)
+        clocks = run(compared_clocks(*here, time.time_ns, _machine()), comm, facts="clocks", device=CPU)
         facts = f"traces of {sum(nbytes)} bytes"
         return run(_to_first(packed, nbytes, *here), comm, facts=facts, device=CPU), clocks
 
     packs, clocks = comm.atomic(exchange)
-    if comm.rank:
+    if not any(packs):
         return None
     return merged([Recorded.unpacked(pack) if pack else None for pack in packs], clocks)
 
@@ -222,8 +225,8 @@ def _of_rank(trace: Recorded, rank: int, size: int, shift: float) -> list[Event]
         event = {**event, "pid": rank if pid == trace.pid else DEVICES * (pid + 1) + rank}
         if "ts" in event:
             event["ts"] = event["ts"] + shift
-        if "id" in event:  # arrows of torch's own
-            event["id"] = f"{rank}.{event['id']}"
+        if isinstance(event.get("id"), int):  # arrows of torch's own
+            event["id"] = event["id"] * size + rank
         moved.append(event)
     for device in {event["pid"] for event in moved if event["pid"] >= DEVICES}:
         moved += about(device, size + rank, process_name={"name": f"rank {rank}: GPU {device // DEVICES - 1}"})
@@ -236,27 +239,31 @@ def about(pid: int, order: int, **named: dict[str, str]) -> list[Event]:
     return [{"ph": "M", "pid": pid, "tid": 0, "name": name, "args": args} for name, args in entries.items()]
 
 
-def _clocks(rank: int, size: int) -> Schedule[list[tuple[float, float]]]:
+def compared_clocks(
+    rank: int, size: int, clock: Callable[[], int], machine: int
+) -> Schedule[list[tuple[float, float]]]:
     """What each rank's clock is ahead of rank 0's, and the bound of that error, in µs, on rank 0 (Cristian, 1989).
 
         ahead = theirs − (sent + back)/2,  bound = (back − sent)/2          of the quickest of PINGS pings
 
-    Ranks of one machine have one clock, without an error.
+    Ranks of one machine have one clock, without an error. A drift between the recording and now is not seen.
+
+    clock: this rank's, in ns. machine: number of its machine.
     """
-    machine, found = _machine(), [(0.0, 0.0)]
+    found = [(0.0, 0.0)]
     if rank:
         for _ in range(PINGS):
             yield Round(recvs={0: 0})
-            yield Round(sends={0: Payload.of(torch.tensor([time.time_ns(), machine]))})
+            yield Round(sends={0: Payload.of(torch.tensor([clock(), machine]))})
         return found
     for peer in range(1, size):
         pings = []
         for _ in range(PINGS):
-            sent = time.time_ns()
+            sent = clock()
             yield Round(sends={peer: Payload.of(torch.zeros(0, dtype=torch.uint8))})
             received = yield Round(recvs={peer: 16})
             theirs, there = received[peer].view(torch.int64).tolist()
-            back = time.time_ns()
+            back = clock()
             pings.append(((back - sent) / 2e3, (theirs - (sent + back) / 2) / 1e3))
         bound, ahead = min(pings)
         found.append((0.0, 0.0) if there == machine else (ahead, bound))
