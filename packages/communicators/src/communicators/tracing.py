@@ -55,20 +55,34 @@ def recording(**options: Any) -> profile:
 
 
 def write_trace(recorded: profile | None, path: str | Path, comm: Any = None) -> None:
-    """Writes what was recorded, on this rank or on all, each exchange from its start to its end as a bar.
+    """Writes what was recorded, on this rank or on all, to a file for ui.perfetto.dev.
 
         write_trace(recorded, "trace.json", comm)
+
+    Args:
+        recorded: See `trace_of`.
+        path: The file, JSON in the trace event format; rank 0 writes it.
+        comm: See `trace_of`.
+    """
+    if (trace := trace_of(recorded, comm)) is not None:
+        Path(path).write_text(json.dumps(trace))
+
+
+def trace_of(recorded: profile | None, comm: Any = None) -> dict[str, Any] | None:
+    """What was recorded, on this rank or on all, in the trace event format.
 
     A message is a bar on both of its ranks, from where it was posted until it has come, within a millisecond, and an
     arrow between them. Bars called "wait" are times in which a rank's training waits for others. Exchanges, messages
     and waits are on tracks of their own. Labels of what a rank computes are those that torch.profiler records.
 
     Args:
-        recorded: A torch.profiler.profile that has ended; with `comm`, None on a rank that has recorded nothing.
-        path: The file, JSON in the trace event format.
-        comm: Ranks whose traces make one file, which rank 0 writes unless all are None: see `as_communicator`; all
-            ranks call. Their clocks are compared by pings, and the file says how far they may differ. Ranks that an
-            `Elastic` has lost are not in it. Default: this rank alone.
+        recorded: A torch.profiler.profile that has ended; None on a rank that has recorded nothing.
+        comm: Ranks whose traces make one: see `as_communicator`; all ranks call. Their clocks are compared by pings,
+            and "otherData" says how far they may differ. Ranks that an `Elastic` has lost are not in it. Default: this
+            rank alone.
+
+    Returns:
+        The trace, with `comm` on rank 0 alone; None on the others, and where nobody has recorded anything.
 
     Raises:
         CollectiveError: The ranks do not all come.
@@ -76,11 +90,10 @@ def write_trace(recorded: profile | None, path: str | Path, comm: Any = None) ->
     trace = None if recorded is None else _exported(recorded)
     if comm is not None:
         own = None if trace is None else timeline.Recorded.of(trace)
-        trace = timeline.gathered(own, as_communicator(comm))
-    elif trace is not None:
-        trace["traceEvents"] = timeline.on_tracks(timeline.named_messages(trace["traceEvents"]))
+        return timeline.gathered(own, as_communicator(comm))
     if trace is not None:
-        Path(path).write_text(json.dumps(trace))
+        trace["traceEvents"] = timeline.on_tracks(timeline.named_messages(trace["traceEvents"]))
+    return trace
 
 
 def _exported(recorded: profile) -> dict[str, Any]:

@@ -100,7 +100,7 @@ RUN = (
     ),
     Flag("keep", None, f"checkpoints, the newest (default: {KEEP})", read=quantities.count, metavar="N"),
     Flag("tensorboard", False, "also write TensorBoard events"),
-    Flag("profile", False, "also write a trace of a few steps, for Perfetto or chrome://tracing"),
+    Flag("profile", False, "also write a trace of a few steps of all ranks, for Perfetto or chrome://tracing"),
 )
 
 
