@@ -81,6 +81,42 @@ def test_several_ranks_without_a_way_between_them():
     assert all("mpi4py" in one and "init_process_group" in one for one in told)
 
 
+UNDER_ANOTHER_MPI = """
+import os
+from mpi4py import MPI
+from communicators import as_communicator
+assert as_communicator().size == as_communicator(MPI.COMM_WORLD).size == 1
+for variable in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+    os.environ[variable] = "4"
+    assert as_communicator(MPI.COMM_SELF).size == 1
+    for comm in (None, MPI.COMM_WORLD):
+        try:
+            as_communicator(comm)
+        except RuntimeError as error:
+            print(str(error).replace("\\n", " "))
+    del os.environ[variable]
+os.environ["WORLD_SIZE"] = "4"
+assert as_communicator(MPI.COMM_WORLD).size == 1
+try:
+    as_communicator()
+except RuntimeError as error:
+    print("torch:", str(error).replace("\\n", " "))
+"""
+
+
+@pytest.mark.mpi
+def test_a_launcher_of_another_mpi_than_mpi4pys():
+    """Each process would be rank 0 of 1, and train alone."""
+    launched = subprocess.run([sys.executable, "-c", UNDER_ANOTHER_MPI], capture_output=True, text=True)
+    assert launched.returncode == 0, launched.stderr
+    *told, by_torch = launched.stdout.splitlines()
+    assert len(told) == 6
+    for one, launcher in zip(told[::2], ("mpiexec", "mpiexec", "srun"), strict=True):
+        assert one.startswith(f"{launcher} started 4 ranks (")
+        assert "finds one: the launcher is of another MPI; start them by that MPI's own mpiexec" in one
+    assert "torch: torchrun started 4 ranks (WORLD_SIZE), but none of them can reach the others" in by_torch
+
+
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_measured_link_is_the_link(size):
     link = Link(alpha=2e-3, beta=5e-8)
