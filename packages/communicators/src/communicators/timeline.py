@@ -242,7 +242,7 @@ def about(pid: int, order: int, **named: dict[str, str]) -> list[Event]:
 def compared_clocks(
     rank: int, size: int, clock: Callable[[], int], machine: int
 ) -> Schedule[list[tuple[float, float]]]:
-    """What each rank's clock is ahead of rank 0's, and the bound of that error, in µs, on rank 0 (Cristian, 1989).
+    """Lead of each rank's clock over rank 0's, and the bound of its error, in µs, on rank 0 (Cristian, 1989).
 
         ahead = theirs − (sent + back)/2,  bound = (back − sent)/2          of the quickest of PINGS pings
 
@@ -257,17 +257,23 @@ def compared_clocks(
             yield Round(sends={0: Payload.of(torch.tensor([clock(), machine]))})
         return found
     for peer in range(1, size):
-        pings = []
-        for _ in range(PINGS):
-            sent = clock()
-            yield Round(sends={peer: Payload.of(torch.zeros(0, dtype=torch.uint8))})
-            received = yield Round(recvs={peer: 16})
-            theirs, there = received[peer].view(torch.int64).tolist()
-            back = clock()
-            pings.append(((back - sent) / 2e3, (theirs - (sent + back) / 2) / 1e3))
-        bound, ahead = min(pings)
+        ahead, bound, there = yield from _pinged(peer, clock)
         found.append((0.0, 0.0) if there == machine else (ahead, bound))
     return found
+
+
+def _pinged(peer: int, clock: Callable[[], int]) -> Schedule[tuple[float, float, int]]:
+    """Lead of a peer's clock, the bound of its error, and its machine."""
+    pings, there = [], 0
+    for _ in range(PINGS):
+        sent = clock()
+        yield Round(sends={peer: Payload.of(torch.zeros(0, dtype=torch.uint8))})
+        received = yield Round(recvs={peer: 16})
+        theirs, there = received[peer].view(torch.int64).tolist()
+        back = clock()
+        pings.append(((back - sent) / 2e3, (theirs - (sent + back) / 2) / 1e3))
+    bound, ahead = min(pings)
+    return ahead, bound, there
 
 
 def _machine() -> int:

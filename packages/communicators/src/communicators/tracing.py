@@ -69,7 +69,7 @@ def write_trace(recorded: profile | None, path: str | Path, comm: Any = None) ->
 
 
 def trace_of(recorded: profile | None, comm: Any = None) -> dict[str, Any] | None:
-    """What was recorded, on this rank or on all, in the trace event format.
+    """Trace of what was recorded, on this rank or on all, in the trace event format.
 
     A message is a bar on both of its ranks, from where it was posted until it has come, within a millisecond, and an
     arrow between them. Bars called "wait" are times in which a rank's training waits for others. Exchanges, messages

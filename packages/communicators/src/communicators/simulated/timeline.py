@@ -31,7 +31,7 @@ class Sent:
 
 @dataclass
 class Timeline:
-    """Whatever happens in one run of a world of `size` ranks."""
+    """Spans and messages of one run of a world of `size` ranks."""
 
     size: int
     spans: list[Span] = field(default_factory=list)
