@@ -72,7 +72,7 @@ class GlooTransport(Transport):
         end = time.monotonic() + patience
         self.rendezvous = rendezvous.met(patience)
         self.group = self.rendezvous.name
-        left = max(end - time.monotonic() - STORE_SECONDS, STORE_SECONDS)
+        left = max(end - time.monotonic() - STORE_SECONDS / 2, STORE_SECONDS)  # before the caller gives up
         shared, rank, size = self.rendezvous.shared, self.rank, self.size
         self._data = in_time(lambda: GlooGroup(shared, rank, size), rank, left, UNCONNECTED)
         self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
