@@ -1,13 +1,13 @@
-"""A few DDP steps as a trace for ui.perfetto.dev: selection and exchange are bars beside backward.
+"""A few DDP steps of all ranks as a trace for ui.perfetto.dev: computing, selecting, messages, waiting.
 
-torchrun --nproc-per-node 2 examples/ddp_trace.py trace.json
+torchrun --nproc-per-node 3 examples/ddp_trace.py trace.json
 """
 
 import sys
 
 import torch
 import torch.distributed as dist
-from communicators import tracing
+from communicators import barrier, tracing
 from data_parallel import SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +18,7 @@ WIDTH, LAYERS, WARM_UP, STEPS = 512, 8, 3, 3
 def main(path: str) -> None:
     """The first steps make and agree on what the others use."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     state = SparseHookState(density=0.01)
@@ -26,16 +27,21 @@ def main(path: str) -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        ddp(torch.randn(256, WIDTH)).square().mean().backward()
-        optimizer.step()
+        with tracing.labelled("forward"):
+            loss = ddp(torch.randn(256, WIDTH)).square().mean()
+        with tracing.labelled("backward"):
+            loss.backward()
+        with tracing.labelled("step"):
+            optimizer.step()
 
     for _ in range(WARM_UP):
         step()
+    barrier(dist.group.WORLD)  # recordings begin together, so that no message is seen on one side alone
     with tracing.recording() as recorded:
         for _ in range(STEPS):
             step()
+    tracing.write_trace(recorded, path, dist.group.WORLD)
     if dist.get_rank() == 0:
-        tracing.write_trace(recorded, path)
         print(f"{path}: {state.stats()}")
 
 

@@ -276,15 +276,17 @@ def clip_norm_holds_each_nodes_gradient():
 
 
 def verify_finds_nodes_that_came_apart():
-    """One element of one part on one rank: an error on every rank of every node."""
+    """One bit of one part on one rank: an error on every rank of every node, with ranks as all ranks count them."""
     run = Run(verify=2)
     for step in range(3):
         run.step(step)
     if dist.get_rank() == 3:
         with torch.no_grad():
-            run.model.second.weight.to_local().view(-1)[0] += 1
+            run.model.second.weight.to_local().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
     run.optimizer.zero_grad()
-    with pytest.raises(CollectiveError, match=r"second\.weight"):
+    with pytest.raises(
+        CollectiveError, match=r"before step 4: .*second\.weight.* on rank 1, .* on rank 3, and without"
+    ):
         run.backward(3)
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from traces import arrows, check_trace
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HERE = Path(__file__).parent
@@ -53,9 +54,11 @@ def test_ddp_in_mixed_precision(processes):
 
 
 def test_a_trace(processes, tmp_path):
-    assert "fewer" in output(processes(2, EXAMPLES / "ddp_trace.py", tmp_path / "trace.json"))
-    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
-    assert {"select", "exchange"} <= names
+    assert "fewer" in output(processes(3, EXAMPLES / "ddp_trace.py", tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    check_trace(trace)
+    assert {"select", "exchange", "wait", "backward"} <= {event["name"] for event in trace["traceEvents"]}
+    assert {sent["pid"] for sent, _ in arrows(trace)} == {0, 1, 2}
 
 
 @pytest.mark.mpi

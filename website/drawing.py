@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from html import escape
 from math import hypot, sqrt
 
-from website.recording import Computed, Recording, Sent
+from communicators.simulated.timeline import Sent
+
+from website.recording import Computed, Recording
 
 WIDTH, LEFT, RIGHT, TOP, LANE, FOOT = 760, 64, 24, 52, 52, 58  # pixels
 STYLE = """

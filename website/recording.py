@@ -5,22 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 from communicators import Communicator, Link, SimulatedWorld
-from communicators.simulated import event_loop
-from communicators.simulated.network import Message, Ports
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A message: bytes from one rank to another, from its departure to its arrival in virtual seconds."""
-
-    source: int
-    target: int
-    nbytes: int
-    began: float
-    ended: float
+from communicators.simulated.timeline import Sent
 
 
 @dataclass(frozen=True)
@@ -78,19 +65,7 @@ def record(body: Callable[[Communicator, Recording], Any], *, size: int = 4, lin
     """What happens where every rank runs body(comm, recording)."""
     recording = Recording(size)
 
-    class Written(Ports):
-        def post(self, message: Message) -> None:
-            delivered, loop = message.delivered, self._after.__self__  # type: ignore[attr-defined]
-
-            def arrived() -> None:
-                nbytes = message.payload.wire_nbytes
-                began = loop.now - max(self._seconds_for(message.source, message.target, nbytes))
-                recording.sent.append(Sent(message.source, message.target, nbytes, began, loop.now))
-                delivered()
-
-            message.delivered = arrived
-            super().post(message)
-
-    with patch.object(event_loop, "Ports", Written):
-        SimulatedWorld(size, link=link).run(lambda comm: body(comm, recording))
+    world = SimulatedWorld(size, link=link, records=True)
+    world.run(lambda comm: body(comm, recording))
+    recording.sent = world.timeline.sent
     return recording.finished()

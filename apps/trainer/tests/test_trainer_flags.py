@@ -231,7 +231,15 @@ def test_settings_leave_out_what_shapes_no_number(app: App) -> None:
 @pytest.mark.parametrize("algorithm", MAKERS)
 def test_own_flags_reach_a_periodic_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {"sync_every": 7, "alpha": 0.25, "beta": 0.1, "block_rate": 0.9, "outer_rate": 0.3, "outer_momentum": 0.2}
-    changed |= {"block_momentum": 0.6, "compress": "int8", "fragments": 2, "delay": 3, "density": 0.1, "decay": 0.5}
+    changed |= {
+        "block_momentum": 0.6,
+        "compress": "int8",
+        "fragments": 2,
+        "delay": 3,
+        "density": 0.1,
+        "decay": 0.5,
+        "verify": 3,
+    }
     own = {flag.name: changed[flag.name] for flag in TABLE[algorithm].flags}
     asked: list[dict[str, Any]] = []
     real = MAKERS[algorithm]

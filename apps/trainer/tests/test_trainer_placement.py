@@ -4,8 +4,10 @@ import sys
 from types import ModuleType
 
 import pytest
+from mpi4py import MPI
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.launching.placement import Placement, first_complaint, placement
+from thinwire_trainer.launching import placement as module
+from thinwire_trainer.launching.placement import Placement, first_complaint, joined, placement
 
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
@@ -77,3 +79,51 @@ def test_mpi4py_without_an_mpi_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     ) as told:
         first_complaint("", Placement(launcher="mpiexec", size=2))
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "error", "said"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "", "GLOO_SOCKET_IFNAME is 'nosuch0', no interface of this host"),
+        (
+            {},
+            "code: -98, name: EADDRINUSE",
+            "127.0.0.1:1 (MASTER_ADDR, MASTER_PORT) is taken by another program or job",
+        ),
+        (
+            {},
+            "Gloo connectFullMesh failed with [pair.cc]",
+            "the ranks have met, but cannot connect to each other: open",
+        ),
+        ({}, "Timed out\nat pair.cc", "do not meet at 127.0.0.1:1 (MASTER_ADDR, MASTER_PORT): Timed out; `python -m"),
+    ],
+)
+def test_ranks_that_do_not_meet_under_torchrun(
+    environment: dict[str, str], error: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in (place | environment).items():
+        monkeypatch.setenv(name, value)
+    if error:
+        monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: _raise(RuntimeError(error)))
+    else:
+        monkeypatch.setenv("MASTER_PORT", "0")
+    with pytest.raises(RunError) as raised, joined(placement(place)):
+        pass
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.mpi
+def test_open_mpis_launcher_and_mpichs_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPICH would abort the process at its start."""
+    monkeypatch.setattr(MPI, "Is_initialized", lambda: False)
+    monkeypatch.setattr(MPI, "Get_library_version", lambda: "MPICH Version:      4.2\nmore")
+    with pytest.raises(
+        RunError, match=r"mpirun of Open MPI started 2 ranks, but mpi4py has MPICH Version: 4\.2: start"
+    ):
+        module._mpi_world(Placement(launcher="mpirun", size=2))

@@ -93,22 +93,35 @@ import os
 from mpi4py import MPI
 from communicators import as_communicator
 assert as_communicator().size == as_communicator(MPI.COMM_WORLD).size == 1
-os.environ["SLURM_STEP_NUM_TASKS"] = "4"
-assert as_communicator(MPI.COMM_SELF).size == 1
-for comm in (None, MPI.COMM_WORLD):
-    try:
-        as_communicator(comm)
-    except RuntimeError as error:
-        print(error)
+for variable in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+    os.environ[variable] = "4"
+    assert as_communicator(MPI.COMM_SELF).size == 1
+    for comm in (None, MPI.COMM_WORLD):
+        try:
+            as_communicator(comm)
+        except RuntimeError as error:
+            print(str(error).replace("\\n", " "))
+    del os.environ[variable]
+os.environ["WORLD_SIZE"] = "4"
+assert as_communicator(MPI.COMM_WORLD).size == 1
+try:
+    as_communicator()
+except RuntimeError as error:
+    print("torch:", str(error).replace("\\n", " "))
 """
 
 
 @pytest.mark.mpi
-def test_ranks_that_mpi_does_not_join():
-    """srun without MPI, or with another one: each would train alone."""
-    told = lines_of(UNDER_ANOTHER_MPI)
-    assert len(told) == 2
-    assert all("srun started 4 ranks" in one and "srun --mpi=list" in one for one in told)
+def test_a_launcher_of_another_mpi_than_mpi4pys():
+    """Each process would be rank 0 of 1, and train alone."""
+    launched = subprocess.run([sys.executable, "-c", UNDER_ANOTHER_MPI], capture_output=True, text=True)
+    assert launched.returncode == 0, launched.stderr
+    *told, by_torch = launched.stdout.splitlines()
+    assert len(told) == 6
+    for one, launcher in zip(told[::2], ("mpiexec", "mpiexec", "srun"), strict=True):
+        assert one.startswith(f"{launcher} started 4 ranks (")
+        assert "finds one: the launcher is of another MPI; start them by that MPI's own mpiexec" in one
+    assert "torch: torchrun started 4 ranks (WORLD_SIZE), but none of them can reach the others" in by_torch
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

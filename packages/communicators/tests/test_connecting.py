@@ -1,6 +1,7 @@
 """The connections of a process group's communicator."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -37,3 +38,41 @@ def test_no_rank_goes_on_before_all_are_connected(monkeypatch, late):
         for rank in ranks:
             rank.result(60)
     assert not early
+
+
+def told(ranks=2, patience=2.0):
+    """Errors of ranks that meet in one Store, and connect."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+        made = [pool.submit(GlooTransport, Rendezvous(rank, ranks, store, store), patience) for rank in range(ranks)]
+        return [one.exception(30) for one in made]
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    for error in told():
+        assert str(error).startswith("GLOO_SOCKET_IFNAME is 'nosuch0', which is no interface with an address")
+        assert " lo" in str(error)
+        assert "enforce fail" not in str(error)
+
+
+def test_ranks_that_have_met_and_cannot_connect(monkeypatch):
+    """As where the interface of one is its own loopback, or a firewall drops what comes: gloo fails, or waits."""
+    never = threading.Event()
+
+    def refused(store, rank, size, timeout):
+        if rank == 0:
+            raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting")
+        never.wait(30)
+        raise RuntimeError
+
+    monkeypatch.setattr(gloo, "ProcessGroupGloo", refused)
+    begin = time.monotonic()
+    first, second = map(str, told())
+    never.set()
+    assert time.monotonic() - begin < 10
+    assert first.startswith("rank 0 cannot connect to all others, which are there: open all ports")
+    assert second.startswith("timed out after 1.")
+    assert "rank 1 cannot connect to all others, which are there" in second
+    assert "GLOO_SOCKET_IFNAME" in second
+    assert "Store" not in second

@@ -2,7 +2,8 @@
 
 from itertools import pairwise
 
-from communicators.tracing import on_tracks, recording, write_trace
+from communicators.timeline import on_tracks
+from communicators.tracing import recording, write_trace
 from hypothesis import given
 from hypothesis import strategies as st
 

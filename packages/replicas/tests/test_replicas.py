@@ -1,6 +1,7 @@
 """Replicas that differ are told by rank and name, alike on every rank."""
 
 import math
+import re
 import struct
 
 import pytest
@@ -13,6 +14,7 @@ from replicas.unlike import CHUNK_BYTES
 
 pytestmark = pytest.mark.quick
 
+HASH, UNKNOWN = "[0-9a-f]{16}", "without a majority nobody knows which is right"
 MASK = (1 << 64) - 1
 FACTORS = (-0x61C8864680B583EB & MASK, -0x3D4D51C2D82B14B1 & MASK, 0x165667B19E3779F9)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
@@ -111,19 +113,43 @@ def test_nans_alike_are_alike(size):
 @pytest.mark.parametrize(
     ("size", "changes", "says"),
     [
-        (2, {(1, "p2"): 9.0}, "rank 1 in 'p2' of 3 tensors, against rank 0 of the 2 ranks"),
-        (2, {(0, "p0"): 9.0, (0, "p2"): 9.0}, "rank 1 in 'p0' and 1 more of 3 tensors, against rank 0"),
-        (3, {(0, "p1"): math.nan}, "rank 0 in 'p1' of 3 tensors, against most of the 3 ranks"),
-        (3, {(1, "p0"): 9.0, (2, "p2"): 9.0}, "rank 1 in 'p0', rank 2 in 'p2' of 3 tensors, against rank 0"),
-        (3, {(1, "p0"): 8.0, (2, "p0"): 9.0}, "rank 1 in 'p0', rank 2 in 'p0' of 3 tensors, against rank 0"),
-        (5, {(0, "p2"): 9.0, (4, "p1"): 9.0, (4, "p2"): 8.0}, "rank 0 in 'p2', rank 4 in 'p1' and 1 more of 3 tensors"),
-        (8, {(6, "p0"): 0.0, (3, "p0"): -0.0}, "rank 3 in 'p0', rank 6 in 'p0' of 3 tensors, against most of the 8"),
+        (2, {(1, "p2"): 9.0}, f"hashes of 'p2' are {HASH} on rank 0, {HASH} on rank 1, and {UNKNOWN}; of 3"),
+        (2, {(0, "p0"): 9.0, (0, "p2"): 9.0}, f"hashes of 'p0' and 1 more are {HASH} on rank 0, {HASH} on rank 1, and"),
+        (3, {(0, "p1"): math.nan}, "rank 0 in 'p1', against most of the 3 ranks; of 3 tensors"),
+        (3, {(1, "p0"): 9.0, (2, "p2"): 9.0}, "rank 1 in 'p0', rank 2 in 'p2', against most of the 3 ranks; of"),
+        (
+            3,
+            {(1, "p0"): 8.0, (2, "p0"): 9.0},
+            f"hashes of 'p0' are {HASH} on rank 0, {HASH} on rank 1, {HASH} on rank 2",
+        ),
+        (
+            3,
+            {(0, "p1"): 7.0, (1, "p0"): 8.0, (2, "p0"): 9.0},
+            f"rank 0 in 'p1', against most of the 3 ranks; hashes of 'p0' are {HASH} on rank 0,",
+        ),
+        (4, {(1, "p0"): 8.0, (2, "p0"): 8.0}, f"hashes of 'p0' are {HASH} on rank 0, .* on rank 3, and {UNKNOWN}"),
+        (
+            5,
+            {(0, "p2"): 9.0, (4, "p1"): 9.0, (4, "p2"): 8.0},
+            "rank 0 in 'p2', rank 4 in 'p1' and 1 more, against most",
+        ),
+        (8, {(6, "p0"): 0.0, (3, "p0"): -0.0}, "rank 3 in 'p0', rank 6 in 'p0', against most of the 8"),
     ],
 )
 def test_ranks_that_differ_are_named(size, changes, says):
     found = told(size, changes)
     assert len(set(found)) == 1
-    assert found[0].startswith(f"replicas differ: {says}"), found[0]
+    assert re.match(f"replicas differ: {says}", found[0]), found[0]
+
+
+def test_ranks_by_other_numbers_and_when():
+    def body(comm):
+        refuse_unlike({"p": torch.full((2,), float(comm.rank == 1))}, comm, when="after step 7", ranks=[1, 3, 5])
+
+    with pytest.raises(
+        CollectiveError, match="replicas differ after step 7: rank 3 in 'p', against most of the 3 ranks;"
+    ):
+        SimulatedWorld(3).run(body)
 
 
 def test_other_names_or_shapes_are_no_comparison():

@@ -299,6 +299,12 @@ def test_ranks_that_met_and_cannot_exchange(here, remedy):
     assert remedy in found.remedy
 
 
+def test_ranks_of_two_jobs():
+    error = "CollectiveError: rank 0 is of the job A=1, rank 1 of A=2: two jobs have met at one MASTER_ADDR"
+    found = the(about_ranks(BY_TORCH, {"ranks": TWO, "error": error}, PLACE), FAULT)
+    assert str(found).endswith("two jobs have met at one MASTER_ADDR): give each a MASTER_PORT of its own")
+
+
 def test_a_link_that_takes_longer_than_the_limit():
     findings = about_ranks(BY_TORCH, {"ranks": TWO, "pairs": True, "error": TOO_LONG.why}, PLACE)
     assert OK in levels(findings)
@@ -315,6 +321,7 @@ def test_ranks_that_mpi4py_does_not_find_are_another_mpis():
 TAKEN = (
     "DistNetworkError: The server socket has failed to listen. code: -98, name: EADDRINUSE, message: address already"
 )
+PMIX = "check_MPIR_CVAR_PMI_VERSION(167):  Runtime environment uses unsupported PMI version PMIx. Aborting."
 ABSENT = "DistStoreError: Timed out after 24 seconds waiting for clients. 1/2 clients joined."
 
 
@@ -326,6 +333,7 @@ ABSENT = "DistStoreError: Timed out after 24 seconds waiting for clients. 1/2 cl
         (BY_TORCH, ABSENT, [f"rank 0 does not meet them ({ABSENT}): likely node1:29500", "firewall", "interface"]),
         (BY_TORCH, TOO_LONG.why, ["(not done within 30 s)", "MASTER_ADDR", "another program's"]),
         (BY_MPI, "ModuleNotFoundError: No module named 'mpi4py'", ["pip install mpi4py"]),
+        (BY_MPI, PMIX, ["by a launcher of another MPI than mpi4py's", "start them by that MPI's own mpiexec"]),
         (BY_MPI, TOO_LONG.why, ["(not done within 30 s): likely an mpiexec of another MPI, a firewall"]),
     ],
 )

@@ -164,10 +164,11 @@ def _published(training: Training) -> Iterator[None]:
 @contextmanager
 def _traced(training: Training) -> Iterator[None]:
     """Record a trace of some steps in the block, where asked for."""
-    if not (training.options.profile and training.comm.rank == 0):
+    if not training.options.profile:
         yield
         return
-    with closing(Trace(training.folder.trace)) as training.trace:
+    comm = training.comm
+    with closing(Trace(training.folder.trace, records=not comm.joining, writes=comm.rank == 0)) as training.trace:
         yield
 
 

@@ -57,8 +57,8 @@ def as_communicator(
 
     Raises:
         TypeError: `comm` is something else, or a process group without a Store, or a fake one.
-        RuntimeError: A launcher has started several ranks, and there is neither a process group nor mpi4py, or
-            mpi4py's COMM_WORLD has one rank.
+        RuntimeError: None, under a launcher of several ranks, with neither a process group nor mpi4py; or the launcher
+            is of another MPI than mpi4py's, so that each rank would be alone.
         CollectiveError: Names the ranks that did not come to the first use, or have died since, and what to do.
     """
     made = _found(comm, timeout if patience is None else patience, transport, store)
@@ -83,8 +83,12 @@ def _found(comm: Any, patience: float | None, transport: str | None, store: Any)
     if isinstance(comm, Communicator):
         return comm
     mpi = sys.modules.get("mpi4py.MPI")
+    if comm is None and mpi is not None:
+        if mpi.COMM_WORLD.Get_size() == 1:
+            _refuse_torchrun()
+        return _from_mpi(mpi.COMM_WORLD, mpi, patience)
     if comm is None:
-        return _from_mpi(mpi.COMM_WORLD, mpi, patience) if mpi is not None else _one_rank()
+        return _one_rank()
     if mpi is not None and isinstance(comm, mpi.Comm):
         return _from_mpi(comm, mpi, patience)
     raise TypeError(
@@ -116,24 +120,48 @@ def _from_mpi(comm: Any, mpi: Any, patience: float | None) -> Communicator:
     if comm == mpi.COMM_NULL or comm.Is_inter():
         raise ValueError("expected an intracommunicator, got COMM_NULL or an intercommunicator")
     if comm.Get_size() == 1:
-        return _alone(_OTHER_MPI) if comm == mpi.COMM_WORLD else Alone()
+        if comm == mpi.COMM_WORLD:
+            _refuse_another_mpi(mpi)
+        return Alone()
     from communicators.worlds.mpi import from_mpi
 
     return from_mpi(comm, patience)
 
 
-def _one_rank() -> Communicator:
-    found = _alone(_NO_WORLD)
-    logger.info("no process group is initialised and mpi4py.MPI is not imported: one rank, nothing is exchanged")
-    return found
+def _started() -> dict[str, int]:
+    """Number of ranks that a launcher has started, by its variable, where it is more than one."""
+    sizes = {variable: os.environ.get(variable, "1") for variable in _LAUNCHERS}
+    return {variable: int(size) for variable, size in sizes.items() if size.isdigit() and int(size) > 1}
 
 
-def _alone(otherwise: str) -> Communicator:
-    """One rank; RuntimeError, with what to do, where a launcher has started more."""
-    for variable, launcher in _LAUNCHERS.items():
-        size = os.environ.get(variable, "1")
-        if size.isdigit() and int(size) > 1:
+def _refuse_another_mpi(mpi: Any) -> None:
+    """Raises RuntimeError for a world of one rank under an MPI launcher of several: each would train alone."""
+    for variable, size in _started().items():
+        if variable != "WORLD_SIZE":
+            library = mpi.Get_library_version().partition("\n")[0].partition(",")[0].strip()
             raise RuntimeError(
-                f"{launcher} started {size} ranks ({variable}), but none of them can reach the others: {otherwise}"
+                f"{_LAUNCHERS[variable]} started {size} ranks ({variable}), but mpi4py, with {library}, finds one: the "
+                "launcher is of another MPI; start them by that MPI's own mpiexec, or with srun by the --mpi= that it "
+                "speaks, or install mpi4py for the launcher's MPI"
             )
+
+
+def _refuse_torchrun() -> None:
+    """Raises RuntimeError under torchrun without a process group, although mpi4py is imported."""
+    if "WORLD_SIZE" in (started := _started()):
+        raise _unreachable("WORLD_SIZE", started["WORLD_SIZE"])
+
+
+def _unreachable(variable: str, size: int) -> RuntimeError:
+    return RuntimeError(
+        f"{_LAUNCHERS[variable]} started {size} ranks ({variable}), but none of them can reach the others: "
+        "`from mpi4py import MPI` (mpiexec, srun) or `torch.distributed.init_process_group(...)` (torchrun) "
+        "before as_communicator(None), or pass a communicator"
+    )
+
+
+def _one_rank() -> Communicator:
+    for variable, size in _started().items():
+        raise _unreachable(variable, size)
+    logger.info("no process group is initialised and mpi4py.MPI is not imported: one rank, nothing is exchanged")
     return Alone()

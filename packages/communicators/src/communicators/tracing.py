@@ -1,11 +1,12 @@
 """Training as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, with exchanges beside what computes.
 
-`labelled` names what the packages do: "select", "exchange", "merge", "restore". Any torch.profiler records those of the
-thread that it was started in, and of backward's; `recording` also those of the background engine's thread.
+`labelled` names what the packages do: "select", "exchange", "merge", "restore", "wait", and each message. Any
+torch.profiler records those of the thread that it was started in, and of backward's; `recording` also those of the
+background engine's thread. `write_trace` makes one file of all ranks.
 """
 
 import json
-from collections import defaultdict
+import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
-EXCHANGE = "exchange"
-MESSAGES = "gloo:"
-"""Prefix of the transport's own labels, for messages that are under way side by side."""
+from communicators import timeline
+from communicators.origin import as_communicator
+
 _NOBODY: AbstractContextManager[object] = nullcontext()
 
 
@@ -27,7 +28,12 @@ def labelled(name: str) -> AbstractContextManager[object]:
     torch has no public way to ask whether anybody records: where the private one is missing, all blocks are labelled,
     which takes 6 µs each.
     """
-    return profiler.record_function(name) if getattr(profiler, "_is_profiler_enabled", True) else _NOBODY
+    return profiler.record_function(name) if records() else _NOBODY
+
+
+def records() -> bool:
+    """Whether torch.profiler records."""
+    return bool(getattr(profiler, "_is_profiler_enabled", True))
 
 
 def recording(**options: Any) -> profile:
@@ -48,43 +54,52 @@ def recording(**options: Any) -> profile:
     return profile(**{"activities": activities, "experimental_config": everywhere, **options})
 
 
-def write_trace(recorded: profile, path: str | Path) -> None:
-    """Writes what was recorded, each exchange from its start to its end as a bar on a track of its own.
+def write_trace(recorded: profile | None, path: str | Path, comm: Any = None) -> None:
+    """Writes what was recorded, on this rank or on all, to a file for ui.perfetto.dev.
+
+        write_trace(recorded, "trace.json", comm)
 
     Args:
-        recorded: A torch.profiler.profile that has ended.
-        path: The file, JSON.
+        recorded: See `trace_of`.
+        path: The file, JSON in the trace event format; rank 0 writes it.
+        comm: See `trace_of`.
     """
-    path = Path(path)
-    recorded.export_chrome_trace(str(path))
-    trace = json.loads(path.read_text())
-    path.write_text(json.dumps(trace | {"traceEvents": on_tracks(trace["traceEvents"])}))
+    if (trace := trace_of(recorded, comm)) is not None:
+        Path(path).write_text(json.dumps(trace))
 
 
-def on_tracks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events of a trace ("traceEvents"), those that overlap one another moved to tracks where they follow.
+def trace_of(recorded: profile | None, comm: Any = None) -> dict[str, Any] | None:
+    """Trace of what was recorded, on this rank or on all, in the trace event format.
 
-    They begin in one thread and end in another, so that on a thread's own track viewers take them for nested, and
-    leave out what does not fit.
+    A message is a bar on both of its ranks, from where it was posted until it has come, within a millisecond, and an
+    arrow between them. Bars called "wait" are times in which a rank's training waits for others. Exchanges, messages
+    and waits are on tracks of their own. Labels of what a rank computes are those that torch.profiler records.
+
+    Args:
+        recorded: A torch.profiler.profile that has ended; None on a rank that has recorded nothing.
+        comm: Ranks whose traces make one: see `as_communicator`; all ranks call. Their clocks are compared by pings,
+            and "otherData" says how far they may differ. Ranks that an `Elastic` has lost are not in it. Default: this
+            rank alone.
+
+    Returns:
+        The trace, with `comm` on rank 0 alone; None on the others, and where nobody has recorded anything.
+
+    Raises:
+        CollectiveError: The ranks do not all come.
     """
-    ends: defaultdict[str, list[float]] = defaultdict(list)
-    named: list[dict[str, Any]] = []
-    for bar in sorted((event for event in events if _kind(event)), key=lambda event: float(event["ts"])):
-        kind = _kind(bar)
-        free = (track for track, end in enumerate(ends[kind]) if end <= bar["ts"])
-        track = next(free, len(ends[kind]))
-        if track == len(ends[kind]):
-            ends[kind].append(0.0)
-            about = {"ph": "M", "pid": bar["pid"], "tid": f"{kind} {track}", "name": "thread_name"}
-            named.append({**about, "args": {"name": f"{kind} {track}"}})
-        ends[kind][track] = bar["ts"] + bar["dur"]
-        bar["tid"] = f"{kind} {track}"
-    return events + named
+    trace = None if recorded is None else _exported(recorded)
+    if comm is not None:
+        own = None if trace is None else timeline.Recorded.of(trace)
+        return timeline.gathered(own, as_communicator(comm))
+    if trace is not None:
+        trace["traceEvents"] = timeline.on_tracks(timeline.named_messages(trace["traceEvents"]))
+    return trace
 
 
-def _kind(event: dict[str, Any]) -> str:
-    """Track that an event is moved to, as one of those under way side by side; "" for all others."""
-    if event.get("ph") != "X" or event.get("cat") != "user_annotation":
-        return ""
-    name = str(event.get("name"))
-    return "exchanges" if name == EXCHANGE else "messages" if name.startswith(MESSAGES) else ""
+def _exported(recorded: profile) -> dict[str, Any]:
+    """Trace as torch writes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        trace: dict[str, Any] = json.loads(path.read_text())
+    return trace

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -64,6 +65,7 @@ class Exchange:
         shared: Another fact, about this step: values that ranks must share.
         loaded: Another: whether a state was loaded, because residuals that only some ranks have loaded are lost on
             others.
+        ranks: Numbers by which replicas that differ are named, where those of `comm` say little.
         unclaimed: Error state of no lane, by kind and parameter: that was loaded, or whose bucket has been cut anew.
         selection_seconds: Seconds so far on this rank, by the communicator's clock.
     """
@@ -88,6 +90,7 @@ class Exchange:
         self.taken = self.skipped = 0
         self._begins = True  # no step since parameters may have been loaded
         self.cut = self.shared = self.loaded = ""
+        self.ranks: Sequence[int] | None = None
         self._lanes: dict[int, Lane] = {}  # by first member
         self._open: list[Lane] = []  # those of this step, as they were first used in it
         self.unclaimed: dict[str, dict[str, Tensor]] = {kind: {} for kind in ERROR_STATE}
@@ -130,12 +133,16 @@ class Exchange:
             begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
         self.shared = f" with {_shared_settings(optimizer)}{begun}"
 
-    def count_step(self, parameters: Mapping[str, Tensor]) -> None:
-        """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
+    def count_step(self, parameters: Mapping[str, Tensor], *, when: str = "before") -> None:
+        """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ.
+
+        when: "before" the step that is counted, or "after" it.
+        """
         self.taken, self._begins = self.taken + 1, False
-        verify = self.settings.verify
+        verify, step = self.settings.verify, f"{when} step {self.taken}"
         if verify and self.taken % verify == 0:
-            digest = self.comm.atomic(lambda: refuse_unlike(parameters, self.comm))
+            compared = partial(refuse_unlike, parameters, self.comm, when=step, ranks=self.ranks)
+            digest = self.comm.atomic(compared)
             self._verified = {"verified_step": self.taken, "verified_hash": digest % HASHES}
 
     def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, of: int | None = None) -> None:

@@ -135,7 +135,7 @@ class ExchangingOptimizer(Wrapping):
                     loss = closure()
         self._unscale(getattr(self, "grad_scale", None))
         self._take_step()
-        self._exchange.count_step(self.named)
+        self._exchange.count_step(self.named, when="after")
         self.let_in()
         return loss
 

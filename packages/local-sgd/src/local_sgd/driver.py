@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 from communicators import Communicator, run, schedules
-from replicas import Buffers, Wrapping, average_tensors
+from replicas import Buffers, Wrapping, average_tensors, refuse_unlike
 from torch import Tensor
 
+from local_sgd.at_rest import AtRest
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
 from local_sgd.compression import CompressedAveraging, Compression
 from local_sgd.fragments import Fragment, Fragments, fragments_of
@@ -73,7 +74,8 @@ class Driver:
     parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries; nearest:
     between two exchanges, of which a boundary may have several. fragments: exchanges, among all ranks. comms: what they
     go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary. agreed:
-    facts that ranks compared at the beginning. needs: keys of `state_dict` that must be there.
+    facts that ranks compared at the beginning. needs: keys of `state_dict` that must be there. at_rest: watch over the
+    parameters, with `verify`.
     """
 
     two_levels = False
@@ -91,6 +93,7 @@ class Driver:
         self._at_mean = True  # whether the last exchange left every rank at the mean
         self.before: list[Tensor] = []  # last means, at this rank's end
         self._opens = False  # whether ranks may come and go after this step
+        self.at_rest: AtRest | None = None
 
     def facts(self) -> dict[str, Any]:
         """Settings that ranks must share, by name."""
@@ -113,12 +116,15 @@ class Driver:
         self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
         self._policy = settings.get("inner_state", "keep")
         self._share_inner_state = inner_state(self._policy, owner.optimizer, self.comm, self.what)
+        self._verify: int | None = settings.get("verify")
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
         self.loaded = False
         for part in self.parts:
             x = part.gather()
             part.kept = {name: x.clone() for name in rule.anchors}
             part.kept |= {name: torch.zeros_like(x) for name in rule.momenta}
+        if self._verify:
+            self.at_rest = AtRest(self.resting(), self.what)
         self.connect()
         self.all_hold([part.gather() for part in self.parts])
 
@@ -145,6 +151,15 @@ class Driver:
 
     def regrouped(self) -> None:
         """Follows a change of an elastic group."""
+
+    def resting(self) -> dict[str, Tensor]:
+        """Tensors that only steps and `average()` change."""
+        return dict(self.owner.trained)
+
+    def rest(self) -> None:
+        """Ends `average()`: until the next step nobody is to write into parameters."""
+        if self.at_rest is not None:
+            self.at_rest.begin()
 
     def count(self, weight: float) -> None:
         """Counts a step, applies the means that are due, and exchanges what comes next."""
@@ -185,6 +200,9 @@ class Driver:
             if arrived.unfinished and most is None:  # as ranks do that go on
                 self.owner.let_in(at_once=True)
         models = self._final(arrived.means) if self.rule.mean_is_model else self.anchors()
+        if self.at_rest is not None:
+            self.at_rest.refuse(self.comm)
+            self.compare(by_name(self.parts, models), "at the end")
         self.put(self.parts, models)
         self.all_hold(models)
         self.before = []
@@ -280,6 +298,8 @@ class Driver:
             fragment.load_state_dict(exchange)
         self._turn, self._launched = state.get("turn", 0), state.get("launched", 0)
         self.drained, self.loaded = state["drained"], True
+        if self.at_rest is not None:
+            self.at_rest.forget()
 
     def _with_states(self, state: Mapping[str, Any]) -> list[tuple[Fragment, Mapping[str, Any]]]:
         """Fragments, each with its state; that of the whole model is not apart."""
@@ -300,8 +320,14 @@ class Driver:
         if state["before"]:
             self.before = [part.flat_of(state["before"]) for part in self.parts]
 
+    def compare(self, held: Mapping[str, Tensor], when: str) -> None:
+        """Raises CollectiveError on every rank where they hold unlike tensors."""
+        self.comm.atomic(lambda: refuse_unlike(held, self.comm, when=f"{when} of {self.what}"))
+
     def all_hold(self, models: list[Tensor]) -> None:
         """Notes that all ranks hold these models; where the rule overlaps, an exchange without means is under way."""
+        if self.at_rest is not None:
+            self.at_rest.forget()
         self._anchor(models)
         self.owner.end_steps()
         self.drained = True
@@ -313,7 +339,7 @@ class Driver:
     def depart(self) -> None:
         """Leaves the drained state before a step: anchors take the parameters that ranks hold now, loaded or not."""
         if self.drained:
-            self.drained, self._begun = False, digest(self.owner.trained)
+            self.drained, self._begun = False, None if self._verify == 0 else digest(self.owner.trained)
             self._anchor(part.gather() for part in self.parts)
 
     def _anchor(self, models: Iterable[Tensor]) -> None:
@@ -367,6 +393,16 @@ class Driver:
         count = len(self.fragments)  # the most k of which k·τ/F < the step that comes
         return min(count, ((self.block.done + 1) * count - 1) // self.block.length)
 
+    def _due_watch(self) -> AtRest | None:
+        """Watch over the parameters, where a comparison is due: all fragments of a boundary have it alike."""
+        times = (self.block.boundaries - 1) // len(self.fragments) + 1
+        return None if not self._verify or times % self._verify else self.at_rest
+
+    def _compare_shared(self, fragment: Fragment) -> None:
+        """Compares the state of a fragment that ranks share, before this boundary changes it."""
+        if shared := shared_state(fragment.parts, fragment.rule):
+            self.compare(shared, f"at boundary {self.block.boundaries}")
+
     def _end_block(self) -> None:
         self.block.end()
         self._launched = 0
@@ -375,11 +411,18 @@ class Driver:
         """Exchanges the next fragment, at once or under way from now on; returns the means that were applied last."""
         fragment, arrived = self.fragments[self._turn], Arrived([], 0.0, self.comm.size)
         self.next_boundary(fragment.averaging)
+        watch = self._due_watch()
+        if watch is not None:
+            watch.refuse(self.comm)
+        if watch is not None and not self.by_fragment:
+            self._compare_shared(fragment)
         xs: list[Tensor] = []
         for earlier in self._under_way():
             if earlier is fragment or self.comm.elastic:
                 arrived = earlier.averaging.arrived()
                 xs = self._take(earlier, arrived)
+        if watch is not None and self.by_fragment:  # only now have all ranks taken its last mean
+            self._compare_shared(fragment)
         if not self.rule.overlaps:
             xs = [part.gather() for part in fragment.parts]
         weight = self.own_weight(fragment if self.by_fragment else self.block)
@@ -389,6 +432,9 @@ class Driver:
         elif arrived.unfinished:
             fragment.averaging.launch(xs, weight, finished=finished)
             fragment.due = math.inf if self.delay is None else self.delay
+        if watch is not None and not fragment.rule.shared_names and arrived.means:
+            means = by_name(fragment.parts, arrived.means)
+            self.compare(means, f"in the mean at boundary {self.block.boundaries}")
         fragment.done, fragment.weight = 0, 0.0
         self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
         if self._turn == 0:
@@ -429,6 +475,16 @@ class Driver:
         """
         moved = self._weighted or not (self._at_mean or self.rule.overlaps)
         return last or (self.models(self.comm) if moved else self.before or [part.gather() for part in self.parts])
+
+
+def shared_state(parts: Iterable[Part], rule: Rule) -> dict[str, Tensor]:
+    """State of the rule that ranks share, by name: views."""
+    return {
+        f"{kept} of {name}": view
+        for part in parts
+        for kept in rule.shared_names
+        for name, view in part.by_name(part[kept]).items()
+    }
 
 
 def _moved(rule: Rule, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:

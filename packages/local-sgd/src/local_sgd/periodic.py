@@ -61,6 +61,11 @@ class PeriodicAveraging(Wrapping):
             bits whatever they are, and within rounding those without. Default: a sum in halves, or a ring.
         bucket_bytes: Most bytes of an exchanged vector; default: one vector for each group, dtype and device.
         anchor_device: Device of anchors, momenta and means, such as "cpu"; default: the parameters'.
+        verify: Number of boundaries between comparisons of a hash of what ranks share there: the rule's anchors and
+            momenta, or without such the mean. The end of training compares the model. In between every rank hashes its
+            own parameters after `average()` and before the next step, where nobody is to write into them. A difference
+            or a change is a CollectiveError on every rank that names rank, parameter and step or boundary. None, the
+            default: never. Unless it is 0, ranks compare a hash of the parameters at the first boundary.
 
     Raises:
         CollectiveError: Alike on every rank: ranks differ in algorithm, settings or parameters, or later a mean is not
@@ -98,7 +103,7 @@ class PeriodicAveraging(Wrapping):
         policies = {name: settings.get(name, "keep") for name in ("buffers", "inner_state")}
         switches = {name: bool(settings.get(name)) for name in ("weighted", "native")}
         self._said = {**rule.shared(), **policies, **switches, **self._driver.facts()}
-        agreed = {**self._said, "bucket_bytes": settings.get("bucket_bytes")}
+        agreed = {**self._said, **{name: settings.get(name) for name in ("bucket_bytes", "verify")}}
         agreed |= {"shares": [float(share) for share in settings.get("shares") or ()]}
         agreed |= {name: "default" for name in rule.defaults if name in agreed}  # newcomers have another one
         text = ", ".join(f"{name}={value!r}" for name, value in agreed.items())
@@ -180,9 +185,10 @@ class PeriodicAveraging(Wrapping):
         self.admit()
         if not self._driver.meets:
             self.comm.catch_up()
-        self._driver.depart()
+        self._depart()
         self._unseen = 0
         self._driver.count(self._checked(weight))
+        self._driver.rest()
 
     def drain(self) -> None:
         """Ends the block and any exchange under way; every rank then holds the model, bit for bit, and buffers.
@@ -355,8 +361,14 @@ class PeriodicAveraging(Wrapping):
             raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
         if most is None or self._driver.meets:
             self.admit()
-        self._driver.depart()
+        self._depart()
         self._driver.end(most=most)
+
+    def _depart(self) -> None:
+        """Leaves the rest between two steps, or the drained state."""
+        if self._driver.at_rest is not None:
+            self._driver.at_rest.end(self._block.steps)
+        self._driver.depart()
 
     def _refuse_other_parameters(self) -> None:
         """Checks the parameters the first time after a state was loaded."""
@@ -372,4 +384,4 @@ def _departs(wrapper: weakref.ref[PeriodicAveraging], *_: Any) -> None:
     """Runs before a step of the wrapped optimizer, whoever takes it; keeps no wrapper alive that was replaced."""
     living = wrapper()
     if living is not None:
-        living._driver.depart()
+        living._depart()

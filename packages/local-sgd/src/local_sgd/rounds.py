@@ -8,7 +8,7 @@ from communicators import CollectiveError, Communicator, Elastic
 from replicas import ElasticRounds
 from torch import Tensor
 
-from local_sgd.driver import Block, Driver
+from local_sgd.driver import Block, Driver, shared_state
 from local_sgd.fragments import Fragment, Fragments
 from local_sgd.outer import OuterStep
 from local_sgd.parts import by_name
@@ -104,7 +104,7 @@ class OuterRounds(Driver):
         super().connect()
         self.needs += ["rounds", "cut", *(["bases", "given", "dues"] if self.by_fragment else [])]
         if isinstance(self.comm, Elastic):
-            self._elastic = ElasticRounds(self.owner, self.comm, self._made)
+            self._elastic = ElasticRounds(self.owner, self.comm, self._made, self._compare_anchors)
 
     def enter(self) -> None:
         """Makes the rounds, which are all that is exchanged, with all other ranks."""
@@ -133,10 +133,15 @@ class OuterRounds(Driver):
             self._elastic.agree()
             self._rounds = self._elastic.current
 
+    def resting(self) -> dict[str, Tensor]:
+        """Anchors besides, which ranks compare only where all have applied the same rounds."""
+        return {**super().resting(), **shared_state(self.parts, self.rule)}
+
     def count(self, weight: float) -> None:
         """Counts a step; applies the rounds that are due, and gives what comes next."""
         if self._ended:
             raise RuntimeError(f"a step after finish(), which is for good with rounds: make another {self.what}")
+        self._refuse_changed()
         self.block.count(weight)
         for fragment in self.fragments:
             fragment.done, fragment.weight = fragment.done + 1, fragment.weight + weight
@@ -161,6 +166,7 @@ class OuterRounds(Driver):
 
     def end(self, *, most: int | None) -> None:
         """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
+        self._refuse_changed()
         self.next_boundary(self.fragments[0].averaging)
         last = {turn: self._given(turn) for turn in range(len(self.fragments)) if self.own_weight(self._count(turn))}
         self._used = True
@@ -169,8 +175,10 @@ class OuterRounds(Driver):
             last = {}
         elif most is not None:
             self._apply(self._rounds.synchronize(last))
+            self._compare_anchors()
         if most is None and not self._ended:
             self._apply(self._rounds.finish(last))
+            self._compare_anchors()
             self._rounds.close()
             self._ended = True
         self._rest()
@@ -188,6 +196,8 @@ class OuterRounds(Driver):
         """Takes z, with nothing under way."""
         self._bases, self._dues = {}, []
         self.put(self.parts, [part["anchor"] for part in self.parts])
+        if self.at_rest is not None:
+            self.at_rest.forget()
         self._end_block()
         self.drained = True
         self.owner.end_steps()
@@ -271,6 +281,20 @@ class OuterRounds(Driver):
             return
         elastic.begin_anew(state["rounds"]["machine"]["round"], self._own_residuals(state) or None)
         self._open()
+
+    def _refuse_changed(self) -> None:
+        """Raises CollectiveError here, and tells the others of it, where something has changed at rest."""
+        if self.at_rest is not None and (error := self.at_rest.error(self.comm.rank)) is not None:
+            self.give_up(error)
+            raise error
+
+    def _compare_anchors(self) -> None:
+        """Compares them where all have applied the same rounds, unless some have died: the others would wait for them.
+
+        Raises CollectiveError on every rank.
+        """
+        if self.at_rest is not None and (self._elastic is not None or getattr(self._rounds, "complete", True)):
+            self.compare(shared_state(self.parts, self.rule), "at the end")
 
     @property
     def _cut(self) -> list[list[int]]:

@@ -89,6 +89,7 @@ class Rule:
         anchors: Names of state that begins as x, and equals the model once all is drained. The first one is the model:
             `finish` puts it in place, so that a rule that does not move it loses the training.
         momenta: Names of state that begins at zero.
+        own: Those names of state of which every rank has its own; the others are compared with `verify`.
         overlaps: Whether the mean at a boundary is of what the last boundary returned, which travels meanwhile.
         mean_is_model: Whether the model is the mean over ranks, rather than the first anchor; anchors may be left out.
         needs_rate: Whether parameter groups must have an "lr", whose mean over ranks is `part.rate`.
@@ -97,6 +98,7 @@ class Rule:
 
     anchors: tuple[str, ...] = ()
     momenta: ClassVar[tuple[str, ...]] = ()
+    own: ClassVar[tuple[str, ...]] = ()
     overlaps: ClassVar[bool] = False
     mean_is_model: ClassVar[bool] = False
     needs_rate: ClassVar[bool] = False
@@ -106,6 +108,11 @@ class Rule:
     def kept(self) -> tuple[str, ...]:
         """Names of all state of a part."""
         return self.anchors + self.momenta
+
+    @property
+    def shared_names(self) -> list[str]:
+        """Names of state that is the same on all ranks after the same boundaries."""
+        return [name for name in self.kept if name not in self.own]
 
     def prepare(self, size: int) -> None:
         """Fills in settings that depend on the number of ranks.

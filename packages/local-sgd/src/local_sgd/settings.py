@@ -26,6 +26,7 @@ class Settings(TypedDict, total=False):
     shares: Sequence[float] | None
     bucket_bytes: int | None
     anchor_device: torch.device | str | None
+    verify: int | None
 
 
 def check_settings(settings: Mapping[str, Any], what: str, owner: Callable[..., Any]) -> None:
@@ -46,6 +47,8 @@ def check_settings(settings: Mapping[str, Any], what: str, owner: Callable[..., 
         raise TypeError(f"shares is {shares!r}, expected a list of numbers, such as shares_by_rate gives")
     if (nbytes := settings.get("bucket_bytes")) is not None:
         whole("bucket_bytes", nbytes, ", or None")
+    if (verify := settings.get("verify")) is not None:
+        whole("verify", verify, " of boundaries, or None", least=0)
 
 
 def number(name: str, value: Any) -> float:

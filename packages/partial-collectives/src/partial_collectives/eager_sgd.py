@@ -8,13 +8,13 @@ from typing import Any, Self, Unpack, cast
 
 import torch
 from communicators import CollectiveError, Elastic, Stats, buckets_of, run, schedules
-from replicas import Buffers, ElasticRounds, Wrapping
+from replicas import Buffers, ElasticRounds, Wrapping, refuse_unlike
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partial_collectives.partial_allreduce import PartialAllreduce, RoundSettings
 from partial_collectives.result import PartialResult
-from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
+from partial_collectives.settings import as_facts, check_scheduler, check_verify, refuse_changed, settings_of
 from partial_collectives.stragglers import Lateness
 
 
@@ -64,9 +64,12 @@ class EagerSGD(Wrapping):
         buffers: "keep", they differ between ranks, in evaluations and checkpoints too; "average", their mean over ranks
             at `synchronize()` and `finish()`, what is not floating-point being rank 0's; "broadcast", rank 0's there.
             Ranks that have finished are in the mean.
+        verify: Number of meetings, by `synchronize()` and `finish()`, between comparisons of a hash of the parameters,
+            which are the same on all ranks there; a difference is a CollectiveError on every rank that names rank and
+            parameter. Over an `Elastic` at every meeting. None, the default, or 0: never.
         **rounds: `quorum`, `max_staleness`, `grace`, `seed`, `on_death` and `compress`: see `PartialAllreduce`. Where
             ranks may be lost (on_death="shrink", always so over an `Elastic`) buffers are kept: to share them takes all
-            ranks.
+            ranks, and so does `verify`, but for an `Elastic`.
 
     Attributes:
         applied: Rounds that were applied so far.
@@ -86,6 +89,7 @@ class EagerSGD(Wrapping):
         weighted: bool = False,
         model: nn.Module | None = None,
         buffers: str = "keep",
+        verify: int | None = None,
         **rounds: Unpack[RoundSettings],
     ) -> None:
         if unknown := sorted(set(rounds) - set(RoundSettings.__annotations__)):
@@ -99,16 +103,17 @@ class EagerSGD(Wrapping):
                 f"on_death={rounds['on_death']!r} ends all ranks with the first that dies, but those of an Elastic "
                 "go on: leave it out, or give a fixed group"
             )
-        if buffers != "keep" and rounds.get("on_death") == "shrink":
-            raise ValueError(
-                f"buffers={buffers!r} takes all ranks, but on_death='shrink' goes on without some: leave one"
-            )
+        check_verify(verify)
+        takes_all = f"buffers={buffers!r}" if buffers != "keep" else f"{verify=}" * bool(verify)
+        if takes_all and rounds.get("on_death") == "shrink" and (buffers != "keep" or not isinstance(comm, Elastic)):
+            raise ValueError(f"{takes_all} takes all ranks, but on_death='shrink' goes on without some: leave one")
         super().__init__(optimizer, named_parameters, comm, model=model)
         shared = Buffers(model, buffers, self.comm, "EagerSGD")
         self.scheduler = scheduler
         self._trained = list(self.trained.values())
         self._weighted, self.applied, self.gradients = weighted, 0, 0
-        self.start_alike(f"{weighted=}, {buffers=}, {as_facts(optimizer, scheduler)}", model=model)
+        self._verify, self._meetings = verify, 0
+        self.start_alike(f"{weighted=}, {buffers=}, {verify=}, {as_facts(optimizer, scheduler)}", model=model)
         held = buffers != "keep" and model is not None and any(buffer.numel() for buffer in model.buffers())
         self._shared = shared if held else None
         self._ended, self._known = False, cast(list[dict[str, Any]] | None, None)
@@ -119,7 +124,10 @@ class EagerSGD(Wrapping):
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
         self._like = like
         make = partial(PartialAllreduce, like, weighted=weighted, **rounds)
-        self._elastic = ElasticRounds(weakref.proxy(self), self.comm, make) if isinstance(self.comm, Elastic) else None
+        self._elastic = None
+        if isinstance(self.comm, Elastic):
+            own = weakref.proxy(self)
+            self._elastic = ElasticRounds(own, self.comm, make, lambda: own._refuse_unlike() if verify else None)
         if self._elastic is None:
             self._rounds = make(self.comm)
         self.regrouped()
@@ -185,7 +193,7 @@ class EagerSGD(Wrapping):
 
     def finish(self) -> None:
         """Ends this rank's steps: applies the rest of the rounds until no rank has any."""
-        while (self._shared is not None or self._elastic is not None) and not self._ended:
+        while (self._shared is not None or self._elastic is not None or self._verify) and not self._ended:
             self._ended = self._meet(finished=True)
         self._apply(self._rounds.finish())
         self.end_steps()
@@ -297,11 +305,22 @@ class EagerSGD(Wrapping):
             over = self._elastic.met(finished=finished)
             self._rounds = self._elastic.current
             return over
-        if self._shared is None:
+        if self._shared is None and not self._verify:
             return finished
-        self._shared.at_boundary()
+        self._count_meeting()
+        if self._shared is not None:
+            self._shared.at_boundary()
         counts = schedules.allreduce(torch.tensor([not finished]).long(), self.comm.rank, self.comm.size)
         return not run(counts, self.comm, facts="EagerSGD: who has finished")
+
+    def _count_meeting(self) -> None:
+        """Counts a meeting. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
+        self._meetings += 1
+        if self._verify and self._meetings % self._verify == 0:
+            self._refuse_unlike()
+
+    def _refuse_unlike(self) -> None:
+        refuse_unlike(self.named, self.comm, when=f"after {self.applied} rounds")
 
     def _checked(self, weight: float | None) -> float:
         if weight is not None and not self._weighted:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from communicators import Attempt, CollectiveError, Communicator, LeftOutError, Schedule, Work, start
+from communicators import Attempt, CollectiveError, Communicator, LeftOutError, Schedule, Work, start, tracing
 from torch import Tensor
 
 from partial_collectives.collective import Ended, Rounding, partial_round, recovery
@@ -135,7 +135,8 @@ class PartialRounds:
     def _waited(self, over: Callable[[], bool], seconds: float) -> bool:
         """Waits for so long at most; returns whether the condition holds."""
         try:
-            self._signals.wait_until(lambda: self._looks(over), seconds)
+            with tracing.labelled("wait"):
+                self._signals.wait_until(lambda: self._looks(over), seconds)
         except TimeoutError:
             if self._comm.size == 1:
                 raise

@@ -29,6 +29,14 @@ def as_facts(optimizer: Optimizer, scheduler: Any) -> str:
     return f"{type(optimizer).__name__}{groups}, scheduler={scheduler and type(scheduler).__name__}"
 
 
+def check_verify(verify: Any) -> None:
+    """Raises TypeError or ValueError for what is no number of meetings."""
+    if verify is not None and (isinstance(verify, bool) or not isinstance(verify, int)):
+        raise TypeError(f"verify is {verify!r}, expected a whole number of meetings, or None")
+    if verify is not None and verify < 0:
+        raise ValueError(f"verify is {verify}, expected 0 or more meetings, or None")
+
+
 def refuse_changed(optimizer: Optimizer, known: list[dict[str, Any]]) -> None:
     """Raises ValueError for settings that changed since the last round: a rank does not know the others'."""
     for number, (now, before) in enumerate(zip(settings_of(optimizer), known, strict=True)):

@@ -19,14 +19,22 @@ class ElasticRounds:
         owner: Optimizer that steps with them, which lets ranks in; a weak proxy of it, as it holds these rounds.
         elastic: Its ranks.
         make: make(group): makes the rounds over the ranks of a generation.
+        compare: compare() raises CollectiveError on every rank where they hold unlike replicas; called where all have
+            met, and no newcomer is without a state.
 
     Attributes:
         current: Rounds of the current generation; they are there after the first `agree`.
         number: Number of the next round when ranks last met, at which new rounds begin; a newcomer gets it by `agree`.
     """
 
-    def __init__(self, owner: Wrapping, elastic: Elastic, make: Callable[[Communicator], Any]) -> None:
-        self._owner, self._elastic, self._make = owner, elastic, make
+    def __init__(
+        self,
+        owner: Wrapping,
+        elastic: Elastic,
+        make: Callable[[Communicator], Any],
+        compare: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._owner, self._elastic, self._make, self._compare = owner, elastic, make, compare
         self.current: Any = None
         self.number = 0
         self._generation = 0
@@ -114,6 +122,8 @@ class ElasticRounds:
             self.number, self._generation = number, self._elastic.generation
             self._named = self._elastic.members
             self.current.name = self._elastic.members[self._elastic.rank]
+        if knowing == self._elastic.size:
+            self._compare()
         return int(unfinished)
 
     def _opened(self) -> bool:

@@ -13,23 +13,26 @@ CHUNK_BYTES = 1 << 21
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, 0x165667B19E3779F9)  # odd, of xxHash
 
 
-def refuse_unlike(named: Mapping[str, Tensor], comm: Any) -> int:
+def refuse_unlike(named: Mapping[str, Tensor], comm: Any, *, when: str = "", ranks: Sequence[int] | None = None) -> int:
     """Hash of the tensors where all ranks hold the same bits, and an error where not; for every rank to call.
 
-        refuse_unlike(dict(model.named_parameters()), comm)
+        refuse_unlike(dict(model.named_parameters()), comm, when="after step 100")
 
-    One pass over the tensors, and ⌈log P⌉ messages of 8 bytes a rank; where ranks differ, 8 bytes a tensor more.
+    One pass over the tensors, and ⌈log P⌉ messages of 8 bytes a rank; where ranks differ, 8 bytes a tensor more. Bits
+    are compared, so 0.0 and −0.0 differ, and NaNs of the same bits do not.
 
     Args:
         named: Tensors by name; names, shapes and dtypes are the same on every rank.
         comm: See `communicators.as_communicator`.
+        when: Point of the training, for the error.
+        ranks: Numbers by which the error names the ranks of `comm`; default: those that they have there.
 
     Returns:
         Hash of all tensors in 64 bits, see `hash_bits`, signed.
 
     Raises:
-        CollectiveError: The same on every rank: names the ranks that differ from most of the others, and for each its
-            first tensor that does. Without a majority the lowest rank counts as right.
+        CollectiveError: The same on every rank: names the ranks that differ from the majority, and for each its first
+            tensor that does; of a tensor without a majority, as among two ranks, every rank's hash.
     """
     comm = as_communicator(comm)
     own = torch.stack([hash_bits(tensor).cpu() for tensor in named.values()]) if named else torch.zeros(0).long()
@@ -39,7 +42,7 @@ def refuse_unlike(named: Mapping[str, Tensor], comm: Any) -> int:
     if len(set(digests)) == 1:
         return digests[0]
     hashes = torch.stack(allgather(own, comm))  # P × tensors
-    raise CollectiveError(_report(hashes.tolist(), list(named)))
+    raise CollectiveError(_report(hashes.tolist(), list(named), when, ranks or range(comm.size)))
 
 
 def hash_bits(tensor: Tensor) -> Tensor:
@@ -88,18 +91,30 @@ def _gathered(digest: Tensor, rank: int, size: int) -> Schedule[list[int]]:
     return [int(block.clone().view(torch.int64)) for block in blocks]
 
 
-def _report(hashes: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    differing: dict[int, list[str]] = {}  # names of tensors by rank
+def _report(hashes: Sequence[Sequence[int]], names: Sequence[str], when: str, ranks: Sequence[int]) -> str:
+    minority: dict[int, list[str]] = {}  # names of tensors by rank
+    undecided: list[tuple[str, Sequence[int]]] = []
     for name, column in zip(names, zip(*hashes, strict=True), strict=True):
-        value, votes = Counter(column).most_common(1)[0]  # of equals the first, which is the lowest rank's
+        value, votes = Counter(column).most_common(1)[0]
         if 2 * votes <= len(column):
-            value = column[0]
-        for rank in (rank for rank, held in enumerate(column) if held != value):
-            differing.setdefault(rank, []).append(name)
-    more = {rank: f" and {len(found) - 1} more" if found[1:] else "" for rank, found in differing.items()}
-    told = [f"rank {rank} in {found[0]!r}{more[rank]}" for rank, found in sorted(differing.items())]
+            undecided.append((name, column))
+            continue
+        for rank in (rank for rank, held in zip(ranks, column, strict=True) if held != value):
+            minority.setdefault(rank, []).append(name)
+    told = [f"rank {rank} in {_first_of(found)}" for rank, found in sorted(minority.items())]
+    told = [f"{', '.join(told)}, against most of the {len(hashes)} ranks"] if told else []
+    if undecided:
+        name = _first_of([name for name, _ in undecided])
+        held = ", ".join(
+            f"{value % 2**64:016x} on rank {rank}" for rank, value in zip(ranks, undecided[0][1], strict=True)
+        )
+        told.append(f"hashes of {name} are {held}, and without a majority nobody knows which is right")
     return (
-        f"replicas differ: {', '.join(told)} of {len(names)} tensors, against "
-        f"{'most' if 2 * len(differing) < len(hashes) else 'rank 0'} of the {len(hashes)} ranks; something changed "
-        "them on some ranks only, such as a step, a load or an initialisation that the others did not make alike"
+        f"replicas differ{when and f' {when}'}: {'; '.join(told)}; of {len(names)} tensors. Bits were flipped in "
+        "memory, or something changed them on some ranks only, such as a step, a load or an initialisation that the "
+        "others did not make alike: go on from a checkpoint before, and leave out a machine that is named again"
     )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")

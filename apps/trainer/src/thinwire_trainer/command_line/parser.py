@@ -109,7 +109,7 @@ RUN = (
         read=quantities.metrics_place,
         metavar="WHERE",
     ),
-    Flag("profile", False, "also write a trace of a few steps, for Perfetto or chrome://tracing"),
+    Flag("profile", False, "also write a trace of a few steps of all ranks, for Perfetto or chrome://tracing"),
 )
 
 

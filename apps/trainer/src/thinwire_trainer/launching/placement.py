@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -106,24 +107,57 @@ def joined(
     elif place.launcher is not None:
         direct = backend == "nccl"
         address = f"tcp://{place.meeting}" if place.meeting else "env://"
-        distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if direct else "gloo", address, rank=place.rank, world_size=place.size
-        )
+        try:
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if direct else "gloo", address, rank=place.rank, world_size=place.size
+            )
+        except RuntimeError as error:
+            raise RunError(_unmet(str(error), os.environ, place.meeting)) from error
         yield as_communicator(None, transport="nccl" if direct else None)
         distributed.destroy_process_group()
     else:
         yield as_communicator(None)
 
 
+def _unmet(error: str, environment: Mapping[str, str], meeting: str | None) -> str:
+    """Reason, in a line, why torch's ranks do not meet. meeting: the place of those whose launcher names none."""
+    at = f"{environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')} (MASTER_ADDR, MASTER_PORT)"
+    at = meeting or at
+    if "Unable to find address for" in error:
+        wanted = environment.get("GLOO_SOCKET_IFNAME")
+        return f"GLOO_SOCKET_IFNAME is {wanted!r}, no interface of this host with an address: `ip addr` lists them"
+    if "connectFullMesh" in error:
+        return (
+            "the ranks have met, but cannot connect to each other: open all ports between the hosts, and name the "
+            "interface that joins them in GLOO_SOCKET_IFNAME (`ip addr` lists them)"
+        )
+    if "EADDRINUSE" in error:
+        return f"{at} is taken by another program or job" + ": take another MASTER_PORT" * (not meeting)
+    return (
+        f"the ranks do not meet at {at}: {error.splitlines()[0]}; `python -m thinwire doctor`, started alike, says more"
+    )
+
+
 def _mpi_world(place: Placement) -> Any:
     """mpi4py's COMM_WORLD; RunError if it is not the world that the launcher says it started."""
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library
         raise RunError(
             f"started by {place.launcher}, but MPI cannot be used ({str(error).partition(chr(10))[0]}): "
             "pip install mpi4py mpich, or take the cluster's own MPI"
         ) from None
+    if not MPI.Is_initialized():
+        library = " ".join(MPI.Get_library_version().partition("\n")[0].split())
+        if place.launcher == "mpirun" and "MPICH" in library:  # it would abort the process in words of its own
+            raise RunError(
+                f"{place.launcher} of Open MPI started {place.size} ranks, but mpi4py has {library}: start them by its "
+                "own mpiexec, or install mpi4py for Open MPI"
+            )
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.COMM_WORLD.size != place.size:
         raise RunError(
             f"{place.launcher} started {place.size} ranks, mpi4py sees {MPI.COMM_WORLD.size}: "

@@ -1,43 +1,78 @@
-"""--profile: a few steps of rank 0 as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""--profile: a few steps of all ranks as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Every phase of a step has its name there, and in it what the packages do (select, merge, restore). Each exchange, from
-its start to its end, is a bar on a track of its own: what it shares with forward and backward is hidden by them.
+its start to its end, is a bar on a track of its own: what it shares with forward and backward is hidden by them. Each
+message is an arrow from rank to rank.
 """
 
+import json
 from pathlib import Path
 
-from communicators import tracing
+from communicators import Communicator, tracing
 from torch.profiler import profile
 
+from thinwire_trainer.agreement import all_or_none, gather_texts
 from thinwire_trainer.records.durable import write_aside
 
 SKIPPED, RECORDED = 2, 6  # steps: the first ones allocate and agree
 
 
 class Trace:
-    """Called after every step, and closed at the end, whatever came before."""
+    """Called after every step and at the end of epochs, on every rank, and closed at the end, whatever came before.
 
-    def __init__(self, path: Path, *, skipped: int = SKIPPED, recorded: int = RECORDED) -> None:
-        self.path = path
+    records: False: it only takes part, as a rank that joins others later does. writes: whether this rank leaves a trace
+    of its own where the run ends before all ranks have met.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        records: bool = True,
+        writes: bool = True,
+        skipped: int = SKIPPED,
+        recorded: int = RECORDED,
+    ) -> None:
+        self.path, self._records, self._writes = path, records, writes
         self._begins, self._ends, self._steps = skipped, skipped + recorded, 0
-        self._profile: profile | None = None
+        self._running: profile | None = None
+        self._recorded: profile | None = None
+        self._shared = False
 
     def step(self) -> None:
         """A step has ended."""
         self._steps += 1
-        if self._steps == self._begins:
-            self._profile = tracing.recording()
-            self._profile.start()
+        if self._shared:
+            self._recorded = None
+        elif self._records and self._steps == self._begins:
+            self._running = tracing.recording()
+            self._running.start()
         elif self._steps == self._ends:
-            self.close()
+            self._stop()
+
+    def share(self, comm: Communicator, *, last: bool) -> None:
+        """Writes what all ranks have recorded, once any has; every rank calls it, maybe again after a death.
+
+        last: whether no steps follow. AgreedError where the trace cannot be written.
+        """
+        if last:
+            self._stop()
+        if not any(gather_texts("recorded" if self._recorded else "", comm)):
+            return
+        self._stop()
+        trace = tracing.trace_of(self._recorded, comm)
+        with all_or_none(comm):
+            if trace is not None:
+                write_aside(self.path, json.dumps(trace))
+        self._shared = True
 
     def close(self) -> None:
-        """Writes what has been recorded, if that has not been done."""
-        if self._profile is None:
-            return
-        recorded, self._profile = self._profile, None
-        recorded.stop()
-        raw = self.path.with_name(f"{self.path.name}.raw")
-        tracing.write_trace(recorded, raw)
-        write_aside(self.path, raw.read_text())
-        raw.unlink()
+        """Writes what this rank has recorded, if that has not been done."""
+        self._stop()
+        if self._recorded is not None and self._writes and not self._shared:
+            write_aside(self.path, json.dumps(tracing.trace_of(self._recorded)))
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._recorded, self._running = self._running, None

@@ -155,5 +155,6 @@ def eager(options: Options, model: nn.Module, comm: Communicator, rates: Rates) 
         scheduler=schedule,
         grace=grace if grace.endswith("x") else float(grace),
         seed=options.seed,
+        verify=options.own["verify"],
     )
     return Eager(model, optimizer, schedule.schedule, held_up(options, comm))

@@ -100,6 +100,7 @@ def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rate
         given["outer"] = partial(SGD, lr=rate, momentum=momentum, nesterov=momentum > 0)
     if "block_momentum" in given:
         given["momentum"] = given.pop("block_momentum")
+    given["verify"] = given["verify"] or None  # 0 would leave out the comparison at the first boundary, too
     make = partial(MAKERS[options.algorithm], inner, comm=comm, model=model)
     try:
         return Periodic(model, make(**given), rates)

@@ -98,9 +98,9 @@ NONFINITE = Flag(
 VERIFY = Flag(
     "verify",
     0,
-    "compare the ranks' parameters every so many steps; 0: never",
+    "compare the ranks' parameters every so many steps, boundaries of averages, or epochs of eager SGD; 0: never",
     read=quantities.count_or_zero,
-    metavar="STEPS",
+    metavar="TIMES",
     shapes=False,
 )
 VALUES = ("fp32", "bf16", "fp16", "int8")
@@ -202,7 +202,7 @@ FRAGMENTS = Flag("fragments", 4, "that travel one after another", read=quantitie
 DELAY = Flag("delay", 1, "between a fragment's launch and its use", read=quantities.count_or_zero, metavar="STEPS")
 PERIODIC = Synchronisation(
     make=lazily("thinwire_trainer.synchronisers.periodic:periodic"),
-    flags=(SYNC_EVERY,),
+    flags=(),
     elastic=True,
     optimizers=OPTIMIZERS,
 )
@@ -212,7 +212,7 @@ AVERAGING: dict[str, dict[str, Any]] = {
     "bmuf": {"flags": (SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)},
     "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA)},
     "easgd": {"flags": (SYNC_EVERY, ALPHA)},
-    "cocod": {},
+    "cocod": {"flags": (SYNC_EVERY,)},
     "overlap-local-sgd": {
         "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), replace(BETA, default=0.7)),
         "check": _check_alpha,
@@ -265,6 +265,7 @@ EAGER = Synchronisation(
             metavar="ROUNDS",
         ),
         INJECT_DELAY,
+        VERIFY,
     ),
     optimizers=WITHOUT_MUON,
 )
@@ -285,7 +286,7 @@ TABLE: dict[str, Synchronisation] = {
     "spardl": replace(SPARSE, compressors=("spardl",), flags=(TEAMS, *SPARSE.flags), check=_check_teams),
     "powersgd": replace(WHOLE, flags=(RANK, DENSE_STEPS, *WHOLE.flags)),
     "dense-int8": WHOLE,
-    **{name: replace(PERIODIC, **own) for name, own in AVERAGING.items()},
+    **{name: replace(PERIODIC, **{**own, "flags": (*own["flags"], VERIFY)}) for name, own in AVERAGING.items()},
     "eager-solo": EAGER,
     "eager-majority": EAGER,
     "eager-quorum": replace(EAGER, flags=(QUORUM, *EAGER.flags), check=_check_quorum),

@@ -45,7 +45,7 @@ class Training:
     clock: Clock
     phases: Phases
     autocast: AbstractContextManager[object] = field(default_factory=nullcontext)  # of the forward
-    trace: Trace | None = None  # --profile, rank 0
+    trace: Trace | None = None  # --profile
     stop: AgreedStop | None = None  # where signals are waited for
     events: Events | None = None  # TensorBoard, rank 0
     publish: Callable[[], object] = lambda: None  # statistics, after each step
@@ -174,6 +174,8 @@ def end(training: Training, part: Callable[[], None]) -> None:
 def end_epoch(training: Training) -> Row:
     """Evaluate, and sum the epoch up over ranks; seconds are this rank's."""
     replica, totals, comm = training.replica, training.replica.totals, training.comm
+    if training.trace:
+        training.trace.share(comm, last=replica.position.epoch + 1 == training.options.max_epochs)
     replica.count_bytes()
     began = training.clock()
     tested = evaluate(training.task, comm, replica.synchroniser.averaged_model(comm), readers=training.options.readers)

@@ -117,6 +117,12 @@ class Call:
         messages[peer] = number = messages.get(peer, 0) + 1
         return zlib.crc32(b"%d" % number, self._hashed) & _TAG
 
+    def key(self, peer: int, *, sends: bool) -> str:
+        """Text by which both ends know the next message to this peer, or from it, in the call."""
+        source, target = (self.rank, peer) if sends else (peer, self.rank)
+        number = (self.sent if sends else self.heard).get(peer, 0) + 1
+        return f"{zlib.crc32(b'%d' % number, self._hashed):x}.{source}.{target}"
+
     def stamp(self, payload: Payload) -> None:
         """Writes call and sender into the slot of a payload, on any device; the host does not wait.
 

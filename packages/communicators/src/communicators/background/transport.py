@@ -34,6 +34,10 @@ class Pending(ABC):
     def done(self) -> bool:
         """Whether all are sent and received; does not block. Raises PeerLost."""
 
+    def come(self) -> list[int]:
+        """Peers whose message has come, as far as it is known before all has `arrived`; for traces."""
+        return []
+
     def arrived(self) -> bool:
         """Whether all that this rank receives has come. Does not block. Raises PeerLost.
 
@@ -122,6 +126,7 @@ class Transport(ABC):
     untagged: type of the devices whose calls' messages bear no tags. Such a call is agreed on by all ranks before its
         first message, and has the device in its facts: a rank whose data lie elsewhere would send another way.
     summed: dtypes of which it has a sum of its own, on the CPU.
+    group: text that tells its group of ranks from others, the same on all of them; for traces.
     """
 
     rank: int
@@ -134,6 +139,7 @@ class Transport(ABC):
     outlives_ranks: bool = False
     untagged: str | None = None
     summed: Collection[torch.dtype] = ()
+    group: str = ""
 
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:

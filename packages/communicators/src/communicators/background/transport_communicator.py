@@ -12,7 +12,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,10 +29,11 @@ from communicators.background.streams import SideStream, SideStreams, owned_here
 from communicators.background.transport import PeerLost, Pending, Transport
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
-from communicators.schedule import Elapse, Received, Round, Schedule, among
+from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule, among
 from communicators.schedules.dense import barrier
 from communicators.signals import Attempt, OnSignal, Signals
-from communicators.tracing import labelled
+from communicators.timeline import message
+from communicators.tracing import labelled, records
 
 T = TypeVar("T")
 
@@ -79,6 +80,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         self._lost: PeerLost | None = None
         self._reported = False
         self._awaited: threading.Event | None = None
+        self._coming: dict[int, AbstractContextManager[object]] = {}  # labels of messages of the current round
         self._callbacks: list[Callable[[], None]] = []
         self.progressed = self._turn_came = time.monotonic()
 
@@ -97,12 +99,14 @@ class OutstandingCall(Work[Any], Attempt, Driven):
     def is_over(self, timeout: float | None) -> bool:
         """Whether it is over within `timeout` seconds."""
         if self.comm.engine.inline:
-            self.comm.engine.drive_until(lambda: self.ended is not None, timeout)
+            with labelled("wait") if timeout != 0 else _NO_STREAM:
+                self.comm.engine.drive_until(lambda: self.ended is not None, timeout)
         elif self.ended is None and timeout != 0:
             with self.control.lock:
                 self._awaited = self._awaited or threading.Event()  # hardly any call is waited for
             if self.ended is None:
-                self._awaited.wait(timeout)
+                with labelled("wait"):
+                    self._awaited.wait(timeout)
         return self.ended is not None
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -198,7 +202,10 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         while True:
             if self._pending is not None:
                 if not self._pending.arrived():
+                    if self._coming:
+                        self._end_labels(self._pending.come())
                     return False
+                self._end_labels(list(self._coming))
                 received = self._pending.received()
                 self.comm.count_awaited(self._sources, time.monotonic() - self.progressed)
                 self._unsent = [*(pending for pending in self._unsent if not pending.done()), self._pending]
@@ -234,6 +241,8 @@ class OutstandingCall(Work[Any], Attempt, Driven):
             self._pending = action.pending
         else:
             device = self.device if self.call.counted else CPU  # an agreement is read by the host
+            if records():
+                self._label_messages(action)
             self._pending = self.comm.transport.post(self.call, action, device)
             if self._pending is None:
                 raise TypeError(f"{type(self.comm.transport).__name__}.post() returned None, expected a Pending")
@@ -243,6 +252,22 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 self.bytes_sent += nbytes
                 self.comm.count(nbytes, len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
+
+    def _label_messages(self, action: Round) -> None:
+        """Labels what is sent in this round, at one moment, and what comes, until it has."""
+        group = f"{zlib.crc32(self.comm.transport.group.encode()):x}"
+        for peer, payload in action.sends.items():
+            with labelled(message("to", peer, payload.wire_nbytes, f"{group}.{self.call.key(peer, sends=True)}")):
+                pass
+        for peer, nbytes in action.recvs.items():
+            key = f"{group}.{self.call.key(peer, sends=False)}"
+            self._coming[peer] = labelled(message("from", peer, nbytes + SLOT_BYTES, key))
+            self._coming[peer].__enter__()
+
+    def _end_labels(self, peers: Sequence[int]) -> None:
+        for peer in peers:
+            if (label := self._coming.pop(peer, None)) is not None:
+                label.__exit__(None, None, None)
 
     def _request_abort(
         self, reason: str, cause: BaseException | None = None, *, patience: float = ABORT_SECONDS
@@ -262,6 +287,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         return True
 
     def _finish(self) -> None:
+        self._end_labels(list(self._coming))
         self._label.__exit__(None, None, None)  # maybe in another thread
         self.value = self.call.value
         with self.control.lock:
@@ -278,10 +304,11 @@ class OutstandingCall(Work[Any], Attempt, Driven):
 
 def drive(driven: Driven, engine: Engine, nap: Callable[[float], None]) -> None:
     """Polls work to its end in the calling thread; it spins at first in every round."""
-    while not driven.advance():
-        waited = time.monotonic() - driven.progressed
-        if waited > SPIN_SECONDS or engine.inline:
-            engine.pause(driven, waited, nap)
+    with labelled("wait"):
+        while not driven.advance():
+            waited = time.monotonic() - driven.progressed
+            if waited > SPIN_SECONDS or engine.inline:
+                engine.pause(driven, waited, nap)
 
 
 class TransportCommunicator(Communicator):

@@ -21,6 +21,7 @@ from communicators.schedule import Elapse, Payload, Received, Round, Schedule
 from communicators.signals import Attempt
 from communicators.simulated.network import Conditions, Corrupts, Dies, Message, Ports
 from communicators.simulated.ranks import Context, RankThread, Turns, Watch
+from communicators.simulated.timeline import Sent, Span, Timeline
 
 T = TypeVar("T")
 Action: TypeAlias = Callable[[], None]
@@ -105,7 +106,8 @@ class EventLoop:
         self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
         self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
-        self._ports = Ports(world.size, self.after, self.seconds_for)
+        self._ports = Ports(world.size, self.after, self.seconds_for, self._note_message)
+        self.timeline: Timeline | None = None
         self.signals: dict[Context, Any] = {}  # those of all ranks, which look each other up here
         self._thread = threading.current_thread()
 
@@ -137,6 +139,17 @@ class EventLoop:
         self._wishes.append(lambda: self.after(seconds, lambda: self._resume(rank)))
         self.ranks[rank].give_back()
 
+    def compute(self, rank: int, seconds: float) -> None:
+        """Lets a rank compute for `seconds` of virtual time."""
+        began = self.now
+        self.sleep(rank, seconds)
+        self.note(rank, "compute", began, self.now)
+
+    def note(self, rank: int, name: str, began: float, ended: float) -> None:
+        """Notes what a rank does, on the timeline if there is one."""
+        if self.timeline is not None and ended > began:
+            self.timeline.spans.append(Span(rank, name, began, ended))
+
     def wait_for(self, watch: Watch) -> None:
         """Waits until the watched condition holds; returns also where its communicator has failed."""
         self.wish(lambda: self.look_at(watch))
@@ -159,7 +172,9 @@ class EventLoop:
         self.refuse_to_wait("waiting")
         if not outstanding.done:
             self._wishes.append(lambda: self._block(rank, outstanding, timeout))
+            began = self.now
             self.ranks[rank].give_back()
+            self.note(rank, "wait", began, self.now)
         if not outstanding.done:
             raise TimeoutError(f"not completed within {timeout} virtual seconds: {outstanding.waits()}")
 
@@ -325,6 +340,7 @@ class EventLoop:
             self._end(outstanding, None)
         elif isinstance(action, Elapse):
             seconds = action.seconds * self.world.slowdown[call.rank]
+            self.note(call.rank, "merge", self.now, self.now + seconds)
             self.after(seconds, lambda: self._advance(outstanding, {}), live=lambda: not outstanding.done)
         elif isinstance(action, Round):
             self._post(outstanding, action)
@@ -361,6 +377,11 @@ class EventLoop:
                 self._try_round(self._outstanding[target][outstanding.name])
 
         return Message(call.rank, target, payload, lambda: self.let_through(call.rank, target, delivered))
+
+    def _note_message(self, message: Message, seconds: float) -> None:
+        if self.timeline is not None:
+            nbytes, ended = message.payload.wire_nbytes, self.now + seconds
+            self.timeline.sent.append(Sent(message.source, message.target, nbytes, self.now, ended))
 
     def _try_round(self, outstanding: SimulatedCall) -> None:
         """Takes what has arrived; steps on when the round lacks nothing more."""

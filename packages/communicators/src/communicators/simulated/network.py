@@ -56,6 +56,7 @@ class Ports:
     """The ports of all ranks. after(seconds, action) is the clock.
 
     seconds_for(source, target, nbytes): of a message, until the sender and until the receiver is free.
+    departs(message, seconds): called when a message departs, to arrive so much later.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Ports:
         size: int,
         after: Callable[[float, Callable[[], None]], None],
         seconds_for: Callable[[int, int, int], tuple[float, float]],
+        departs: Callable[[Message, float], None] = lambda message, seconds: None,
     ) -> None:
-        self._after, self._seconds_for = after, seconds_for
+        self._after, self._seconds_for, self._departs = after, seconds_for, departs
         self._sending, self._receiving = [False] * size, [False] * size
         self._from: list[list[Message]] = [[] for _ in range(size)]
         self._to: list[list[Message]] = [[] for _ in range(size)]
@@ -83,6 +85,7 @@ class Ports:
         self._from[source].remove(message)
         self._to[target].remove(message)
         up, down = self._seconds_for(source, target, message.payload.wire_nbytes)
+        self._departs(message, max(up, down))
         if up < down:
             self._after(up, lambda: self._free(message, self._sending, source))
         if down < up:

@@ -6,11 +6,13 @@ the baton back in communicator calls alone; schedules are advanced by the loop i
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path as FilePath
 from typing import TypeVar
 
 import torch
@@ -26,6 +28,7 @@ from communicators.simulated.event_loop import EventLoop
 from communicators.simulated.network import BoardLost, Conditions, Corrupts, Dies, LinkLost
 from communicators.simulated.ranks import Context, OwnGenerator
 from communicators.simulated.signals import SimulatedSignals
+from communicators.simulated.timeline import Timeline
 
 T = TypeVar("T")
 
@@ -46,11 +49,14 @@ class SimulatedWorld:
             `seed` and its rank; so dropout on a rank does not depend on which ranks ran before, and a rank may call
             `torch.manual_seed`. False: all ranks draw from the caller's, in the order in which they run; then give
             what draws a `torch.Generator` of its own. Generators of other devices are shared in any case.
+        records: Keeps a timeline of each `run`, for `write_trace`: memory for each message.
 
     Attributes:
         bytes_sent: Bytes that each rank sent in counted rounds of the last `run`.
         messages_sent: Messages that held them, of each rank.
         elapsed: Virtual seconds that the run took.
+        records: Whether a timeline is kept.
+        timeline: Spans of ranks and messages of the last `run`, in virtual seconds.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class SimulatedWorld:
         draw: Callable[[], float] | None = None,
         faults: Iterable[Dies | Corrupts | BoardLost | LinkLost] = (),
         own_generators: bool = False,
+        records: bool = False,
     ) -> None:
         if size < 1:
             raise ValueError(f"a world needs at least 1 rank, got size={size}")
@@ -72,6 +79,7 @@ class SimulatedWorld:
         self.size, self.elapsed = size, 0.0
         self.bytes_sent, self.messages_sent = [0] * size, [0] * size
         self._draw, self._seed, self._own_generators = draw, seed, own_generators
+        self.records, self.timeline = records, Timeline(size)
         faults = list(faults)
         self._conditions = Conditions(
             size,
@@ -101,11 +109,26 @@ class SimulatedWorld:
         ]
         loop = EventLoop(self._conditions, self._draw or random.Random(self._seed).random, turns)
         self.bytes_sent, self.messages_sent = loop.bytes_sent, loop.messages_sent
+        if self.records:
+            self.timeline = loop.timeline = Timeline(self.size)
         comms = [SimulatedCommunicator(loop, rank) for rank in range(self.size)]
         try:
             return loop.run([lambda comm=comm: fn(comm) for comm in comms])  # type: ignore[misc]
         finally:
             self.elapsed = loop.now
+
+    def write_trace(self, path: str | FilePath) -> None:
+        """Writes what the last `run` did, in virtual time: see `tracing.write_trace`.
+
+        Args:
+            path: The file, JSON in the trace event format.
+
+        Raises:
+            ValueError: The world does not record.
+        """
+        if not self.records:
+            raise ValueError("a SimulatedWorld without records has no timeline: make it with records=True")
+        FilePath(path).write_text(json.dumps(self.timeline.trace()))
 
 
 def _equal(link: Link) -> Callable[[int, int], Path]:
@@ -219,7 +242,7 @@ class SimulatedCommunicator(Communicator):
 
     def elapse(self, seconds: float) -> None:
         """Computes for `seconds` of virtual time, times this rank's slowdown."""
-        self.loop.sleep(self._place, seconds * self.loop.world.slowdown[self._place])
+        self.loop.compute(self._place, seconds * self.loop.world.slowdown[self._place])
 
     def _inner(self, which: tuple[int, ...], members: Sequence[int] | None) -> SimulatedCommunicator:
         self._made += 1

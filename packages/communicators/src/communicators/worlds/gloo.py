@@ -7,7 +7,9 @@ data have a receive always posted from every peer, which tells when one is gone 
 from __future__ import annotations
 
 import math
+import os
 import queue
+import socket
 import threading
 import time
 import weakref
@@ -32,8 +34,9 @@ from communicators.background.transport import (
     Transport,
 )
 from communicators.communicator import TIMEOUT_SECONDS
+from communicators.errors import CollectiveError
 from communicators.schedule import Payload, Received, Round
-from communicators.worlds.meeting import Rendezvous, in_time
+from communicators.worlds.meeting import STORE_SECONDS, Rendezvous, in_time
 
 WAIT = timedelta(days=1)  # the engine watches the clock; a wait that times out closes the connection for good
 GIVE_UP = timedelta(milliseconds=1)
@@ -45,6 +48,10 @@ CLOSE_SECONDS = 1.0
 """Longest time that the control messages of a closed communicator may take to be sent."""
 LOST_SECONDS = 1.0
 """Longest time after a failure of gloo's own sum to find out whose connection was lost."""
+UNCONNECTED = (
+    "cannot connect to all others, which are there: open all ports between the hosts, and name the interface that "
+    "joins them in GLOO_SOCKET_IFNAME (`ip addr` lists them, `thinwire doctor` tries it)"
+)
 CONTROL_TAG = 1 << TAG_BITS
 SIGNAL_TAG, END_TAG = CONTROL_TAG + 1, CONTROL_TAG + 2
 
@@ -62,8 +69,12 @@ class GlooTransport(Transport):
     def __init__(self, rendezvous: Rendezvous, patience: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.device = torch.device("cpu")
+        end = time.monotonic() + patience
         self.rendezvous = rendezvous.met(patience)
-        self._data = GlooGroup(self.rendezvous.shared, self.rank, self.size)
+        self.group = self.rendezvous.name
+        left = max(end - time.monotonic() - STORE_SECONDS / 2, STORE_SECONDS)  # before the caller gives up
+        shared, rank, size = self.rendezvous.shared, self.rank, self.size
+        self._data = in_time(lambda: GlooGroup(shared, rank, size), rank, left, UNCONNECTED)
         self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
         self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
         self._end = weakref.finalize(self, self._data.end, timeout=1.0)  # without close(): of a destroyed group
@@ -141,6 +152,9 @@ class _PendingRound(Pending):
     buffers: dict[int, Payload]
     receives: dict[int, Wait]
     sends: list[tuple[int, Wait]]
+
+    def come(self) -> list[int]:
+        return [peer for peer, wait in self.receives.items() if wait.done]
 
     def arrived(self) -> bool:
         for peer, wait in (*self.receives.items(), *self.sends):
@@ -236,7 +250,14 @@ class GlooGroup:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._made: Any = ProcessGroupGloo(store, rank, size, WAIT)
+        try:
+            self._made: Any = ProcessGroupGloo(store, rank, size, WAIT)
+        except RuntimeError as error:
+            if "Unable to find address for" in str(error):
+                raise _no_interface() from error
+            if "connectFullMesh" in str(error):
+                raise CollectiveError(f"rank {rank} {UNCONNECTED}") from error
+            raise
         self._others = [peer for peer in range(size) if peer != rank]
         self.waiters = Waiters()
 
@@ -269,6 +290,14 @@ class GlooGroup:
             with suppress(RuntimeError):  # for each of them, as one whose peer is gone closes no other
                 made.recv([torch.empty(1, dtype=torch.uint8)], peer, END_TAG).wait(GIVE_UP)
         self.waiters.close(timeout)
+
+
+def _no_interface() -> RuntimeError:
+    wanted, there = os.environ.get("GLOO_SOCKET_IFNAME"), ", ".join(name for _, name in socket.if_nameindex())
+    return RuntimeError(
+        f"GLOO_SOCKET_IFNAME is {wanted!r}, which is no interface with an address on this host: name one of {there} "
+        "that joins the hosts, or leave it out"
+    )
 
 
 class Mailbox(SignalLine):

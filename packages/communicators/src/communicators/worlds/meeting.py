@@ -9,7 +9,7 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 STORE_SECONDS = 0.5
 """Wait beyond its time-out of a first call whose Store does not answer at all."""
+JOBS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 FAKE = ("FakeStore", "Store")
 """Types of a Store that keeps nothing, the second as torch shows it before 2.15 where only C++ holds it."""
 LONGEST_NAP_SECONDS = 0.05
@@ -72,7 +73,29 @@ def reconnected(store: Any) -> Store:
     return PrefixStore(prefix, other)
 
 
-def meet(store: Store, rank: int, size: int, timeout: float) -> str:
+def job_of(environ: Mapping[str, str]) -> str:
+    """Variable and value that tell this job from others; "" where nothing does, as for parts of a Slurm job."""
+    named = {variable: environ.get(variable, "") for variable in JOBS}
+    if named["TORCHELASTIC_RUN_ID"] in ("", "none"):  # torchrun's default
+        del named["TORCHELASTIC_RUN_ID"]
+    if "SLURM_HET_SIZE" in environ:
+        del named["SLURM_JOB_ID"]
+    return next((f"{variable}={value}".replace(" ", "_") for variable, value in named.items() if value), "")
+
+
+def refuse_two_jobs(words: Sequence[str]) -> None:
+    """Raises CollectiveError where ranks are of several jobs. words: of each rank, as `meet` writes them."""
+    jobs = [word.partition("/")[2] for word in words]
+    for rank, job in enumerate(jobs):
+        if job and jobs[0] and job != jobs[0] and job.partition("=")[0] == jobs[0].partition("=")[0]:
+            raise CollectiveError(
+                f"rank 0 is of the job {jobs[0]}, rank {rank} of {job}: two jobs have met at one MASTER_ADDR and "
+                "MASTER_PORT; give each a MASTER_PORT of its own, or, where they belong together, "
+                "as_communicator(group, store=...)"
+            )
+
+
+def meet(store: Store, rank: int, size: int, timeout: float, job: str = "") -> str:
     """A name that the ranks which are here share, and none before them had: for keys that are theirs alone.
 
     Each rank writes a word that is new, and beside it a hash of all words, as it reads them. Where all hashes are alike
@@ -82,7 +105,7 @@ def meet(store: Store, rank: int, size: int, timeout: float) -> str:
     Raises CollectiveError after `timeout` seconds: connecting would wait for a missing rank without end or word.
     """
     begin, nap, keys = time.monotonic(), 1e-3, [f"here/{peer}" for peer in range(size)]
-    mine, name = uuid.uuid4().hex, ""
+    mine, name = f"{uuid.uuid4().hex}/{job}", ""
     words, names = ("",) * size, ("none yet",) * size
     store.set(keys[rank], f"{mine} ")
     while set(names) != {name}:
@@ -98,40 +121,57 @@ def meet(store: Store, rank: int, size: int, timeout: float) -> str:
             unlike = [peer for peer, theirs in enumerate(names) if theirs != name]
             missing = [peer for peer in range(size) if not store.check([keys[peer]])]
             missing = missing or [peer for peer in unlike if words[peer]] or unlike  # last those that have given up
+            others = [peer for peer in unlike if names[peer] not in ("", "none yet")]
+            met = f" (ranks {others} have met another rank {rank} there: give each job a MASTER_PORT of its own)"
             raise CollectiveError(
                 f"timed out after {timeout:g} s: rank {rank} waits for ranks {missing} in the first call with this "
-                f"process group, which all of its ranks must make; {REMEDY}"
+                f"process group, which all of its ranks must make{met if others else ''}; {REMEDY}"
             )
         time.sleep(nap)
         nap = min(2 * nap, LONGEST_NAP_SECONDS)
+    refuse_two_jobs(words)  # only now: of before, ranks that are gone may have left words
     return name
 
 
 class Rendezvous(NamedTuple):
-    """Meeting place of ranks: keys of one Store, by a client of our own and by the group's."""
+    """Meeting place of ranks: keys of one Store, by a client of our own and by the group's.
+
+    name: the last prefix. job: what all ranks must be of; "": any.
+    """
 
     rank: int
     size: int
     own: Store
     shared: Store
+    name: str = ""
+    job: str = ""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, keys: Store) -> Rendezvous:
+    def of(cls, group: dist.ProcessGroup, keys: Store, job: str = "") -> Rendezvous:
         """Rendezvous of a group's ranks, among these keys."""
         own, shared = PrefixStore("communicators", reconnected(keys)), PrefixStore("communicators", keys)
-        return cls(group.rank(), group.size(), own, shared)
+        return cls(group.rank(), group.size(), own, shared, job=job)
 
     def met(self, patience: float) -> Rendezvous:
         """Rendezvous of the same ranks, once all of them are here, under a prefix that is new."""
-        return self.elsewhere(meet(self.own, self.rank, self.size, patience))
+        return self.elsewhere(meet(self.own, self.rank, self.size, patience, self.job))
 
     def elsewhere(self, prefix: str) -> Rendezvous:
         """Rendezvous of the same ranks, under a further prefix."""
-        return self._replace(own=PrefixStore(prefix, self.own), shared=PrefixStore(prefix, self.shared))
+        return self._replace(own=PrefixStore(prefix, self.own), shared=PrefixStore(prefix, self.shared), name=prefix)
 
 
-def in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
-    """Calls `make` in a thread that is left behind where a Store blocks it: the kernel waits for many minutes."""
+NO_ANSWER = (
+    "made its first call with this process group, but the group's Store, by which its ranks meet, does not answer; "
+    f"{REMEDY}"
+)
+
+
+def in_time(make: Callable[[], T], rank: int, seconds: float, why: str = NO_ANSWER) -> T:
+    """Calls `make` in a thread that is left behind where it blocks: the kernel waits for many minutes.
+
+    why: what this rank has done, and what is wrong then.
+    """
     made: Future[T] = Future()
 
     def work() -> None:
@@ -144,7 +184,4 @@ def in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
     try:
         return made.result(seconds + STORE_SECONDS)
     except TimeoutError:
-        raise CollectiveError(
-            f"timed out after {seconds:g} s: rank {rank} made its first call with this process group, but the group's "
-            f"Store, by which its ranks meet, does not answer; {REMEDY}"
-        ) from None
+        raise CollectiveError(f"timed out after {seconds:.3g} s: rank {rank} {why}") from None

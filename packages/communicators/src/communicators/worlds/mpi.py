@@ -122,6 +122,7 @@ class MPITransport(Transport):
         end = time.monotonic() + patience
         _wait_for_all(comm, end, patience)
         self._data, self._control = _duplicate(comm, end), _duplicate(comm, end)
+        self.group = str(comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group()))
         self._written: list[tuple[MPI.Request, int, bytes]] = []
         self._abandoned: list[object] = []
 
@@ -161,7 +162,9 @@ class MPITransport(Transport):
     def duplicate(self, patience: float) -> MPITransport:
         """Another transport, made of the communicator for control messages, where no collective is in flight."""
         self.duplicates += 1
-        return MPITransport(self._control, patience)
+        made = MPITransport(self._control, patience)
+        made.group = f"{self.group}, duplicate {self.duplicates}"
+        return made
 
     def signal_line(self) -> MPISignalLine:
         """Line for signals on the communicator that otherwise carries payloads."""
@@ -213,6 +216,9 @@ class _PendingRound(Pending):
 
     def __post_init__(self) -> None:
         self._statuses = {peer: MPI.Status() for peer in self.receives}
+
+    def come(self) -> list[int]:
+        return [peer for peer, request in self.receives.items() if not request or request.Get_status()]
 
     def arrived(self) -> bool:
         return all(self._over(peer, request, self._statuses[peer]) for peer, request in self.receives.items())

@@ -4,6 +4,7 @@ The Store, which one rank holds and which may not answer, is only needed to meet
 pinned host memory, unless NCCL is asked for (see `nccl`).
 """
 
+import os
 import weakref
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +20,7 @@ from communicators.background.transport_communicator import TransportCommunicato
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.worlds.gloo import GlooTransport
-from communicators.worlds.meeting import REMEDY, Rendezvous, in_time, store_of
+from communicators.worlds.meeting import REMEDY, Rendezvous, in_time, job_of, store_of
 from communicators.worlds.nccl import NCCL, UntaggedTransport, uses_nccl
 
 TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
@@ -78,7 +79,7 @@ def _generation(group: dist.ProcessGroup) -> Generation:
 def _connected(group: dist.ProcessGroup, patience: float, transport: str | None, store: Store | None) -> Transport:
     if transport == "nccl" and not uses_nccl(group):
         raise ValueError('transport="nccl", but the process group does not use NCCL for CUDA tensors: leave it out')
-    there = Rendezvous.of(group, store_of(group) if store is None else store)
+    there = Rendezvous.of(group, store_of(group), job_of(os.environ)) if store is None else Rendezvous.of(group, store)
     return UntaggedTransport(there, NCCL.of, patience) if transport == "nccl" else GlooTransport(there, patience)
 
 

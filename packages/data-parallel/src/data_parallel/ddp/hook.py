@@ -8,12 +8,13 @@ ddp.register_comm_hook(state, sparse_hook)
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, Unpack
 
 import torch
-from communicators import Bucket, Communicator, Stats, as_communicator
+from communicators import Bucket, Communicator, Stats, as_communicator, tracing
 from replicas import STATE_KEY, check_named_parameters, default_group, gathered_state
 from sparse_collectives import Choice
 from sparse_compress import Compressor
@@ -48,7 +49,8 @@ class _Backward:
     """A backward under way, or the last one. cut: its buckets as they were exchanged, in order.
 
     saved: in the first backwards after a checkpoint. scale: of this step's loss; a GPU is asked for it once. numel: of
-    all that learns, where gradients are clipped by their share of it.
+    all that learns, where gradients are clipped by their share of it. under_way: buckets whose mean has not come.
+    waits: label of the time after the last bucket until they have.
     """
 
     errors: list[Exception] = field(default_factory=list)
@@ -56,6 +58,15 @@ class _Backward:
     saved: SavedBucketLayout | None = None
     scale: float = 1.0
     numel: int | None = None
+    under_way: int = 0
+    waits: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+    def arrived(self) -> None:
+        """Notes that a bucket's mean is there; after the last one nothing is waited for."""
+        self.under_way -= 1
+        if not self.under_way:
+            waits, self.waits = self.waits, nullcontext()
+            waits.__exit__(None, None, None)
 
 
 class SparseHookState:
@@ -345,6 +356,7 @@ class SparseHookState:
         held = self._accumulated.take_out(ours, flat, parameters, last=last)
         errors, in_backward = now.errors, torch._C._current_graph_task_id() != -1  # else it is DDP's `join()`
         start = partial(exchange.start, scale=now.scale, of=now.numel)
+        now.under_way += 1
         over: torch.futures.Future[Any]
         take: Callable[[], Tensor]
         if now.saved is None:
@@ -368,6 +380,8 @@ class SparseHookState:
                     raise
                 errors.append(error)
                 return flat
+            finally:
+                now.arrived()
             if found is not flat:
                 flat.copy_(found)
             for position, base in held:
@@ -390,6 +404,8 @@ class SparseHookState:
         if lost := sorted(name for name in left if name not in known or known[name].requires_grad):
             raise ValueError(NOT_BROUGHT.format(names=lost))
         exchange.tally.waiting_since = exchange.comm.clock()
+        now.waits = tracing.labelled("wait")
+        now.waits.__enter__()
 
     def _begin(self) -> Exchange:
         """Begins a backward at its first bucket, and a step unless gradients accumulate."""
@@ -400,7 +416,7 @@ class SparseHookState:
                 f"a SparseHookState found {before} as the default, and there is one of {group.size() if group else 0} "
                 "ranks now: its means would be over the wrong ranks; make it anew after init_process_group()"
             )
-        now.errors = []
+        now.errors, now.under_way = [], 0
         self._watch.awaited.clear()
         if not (self._accumulated.bases and self._accumulated.goes_on()):
             self._watch.given.clear()

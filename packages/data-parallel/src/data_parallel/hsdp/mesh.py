@@ -24,8 +24,11 @@ Place = Sequence[int]
 """Number of a rank among all ranks, its place among those of its node, and how many those are."""
 
 
-def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communicator]:
-    """The ranks with this one's part, and those of its node. ValueError on every rank where they make no grid."""
+def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communicator, list[int]]:
+    """The ranks with this one's part, those of its node, and the numbers that the former have among all.
+
+    ValueError on every rank where they make no grid.
+    """
     if isinstance(between, DeviceMesh):
         if between.ndim != 1:
             names = between.mesh_dim_names
@@ -43,7 +46,7 @@ def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communi
             f"the ranks {_ranks(shards[0])} of one node are number {here} of those between nodes, expected the same "
             f"number for all: give them the nodes in the same order; {EXPECTED}"
         )
-    return comm, inside
+    return comm, inside, [rank for rank, *_ in places]
 
 
 def agreed(error: CollectiveError | None, finite: bool, inside: Communicator) -> tuple[CollectiveError | None, bool]:

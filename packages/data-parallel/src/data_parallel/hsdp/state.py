@@ -64,8 +64,9 @@ class HsdpState:
         self._backward: weakref.ref[partial[None]] | None = None
         self._shards, self._named = shards_of(model)
         check_named_parameters(list(self._named.items()))
-        self._comm, self._inside = joined(self._shards, between)
+        self._comm, self._inside, ranks = joined(self._shards, between)
         self._exchange = Exchange(checked, self._comm, list(self._named), [], owner=OWNER, withholds=True)
+        self._exchange.ranks = ranks
         self._pending: list[tuple[Mean, Tensor]] = []
         self._error: CollectiveError | None = None
         broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=self._exchange.facts())

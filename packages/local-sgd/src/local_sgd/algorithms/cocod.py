@@ -16,6 +16,7 @@ class Decoupled(Rule):
     """Rule of `CoCoDSGD`."""
 
     anchors = ("launched",)
+    own = ("launched",)
     overlaps = True
     mean_is_model = True
 

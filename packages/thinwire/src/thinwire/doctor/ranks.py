@@ -11,6 +11,8 @@ from thinwire.advice.report import speed
 from thinwire.doctor.facts import LOOPBACK, Facts, Launched
 from thinwire.doctor.probe import FAULT, OK, Finding, Probe
 
+OTHER_MPI = "start them by that MPI's own mpiexec, or with srun by the --mpi= that it speaks"
+
 
 def outcome(met: Probe) -> dict[str, Any]:
     """How far a rank came with the others: all that its process said, and an "error" if it failed."""
@@ -30,11 +32,16 @@ def about_ranks(here: Launched, met: Mapping[str, Any], environ: Mapping[str, st
         what = (
             f"{here.size} ranks were started ({here.variable}), but mpi4py, with {met['library']}, finds {len(ranks)}"
         )
-        return [Finding(FAULT, what, "start them by that MPI's own mpiexec, or with srun by the --mpi= that it speaks")]
+        return [Finding(FAULT, what, OTHER_MPI)]
     places = list(where(ranks, by_torch=here.by_torch))
     findings = [*places, *unlike(ranks)]
     if "pairs" not in met and any(place.level == FAULT for place in places):
         return findings  # it is the reason
+    if "pairs" not in met and "two jobs have met" in error:
+        return [
+            *findings,
+            Finding(FAULT, f"ranks of two jobs have met ({error})", "give each a MASTER_PORT of its own"),
+        ]
     if "pairs" not in met:
         interface = (
             "GLOO_SOCKET_IFNAME" if here.by_torch else "FI_TCP_IFACE (MPICH), OMPI_MCA_btl_tcp_if_include (Open MPI)"
@@ -56,6 +63,9 @@ def apart(here: Launched, error: str, environ: Mapping[str, str]) -> Finding:
     what = f"{here.size} ranks were started ({here.variable}), and rank {here.rank} does not meet them ({error})"
     if "No module named 'mpi4py'" in error:
         return Finding(FAULT, what, "pip install mpi4py, or start them by torchrun")
+    if "PMI version" in error or "PMIx" in error:
+        what = f"{here.size} ranks were started ({here.variable}) by a launcher of another MPI than mpi4py's ({error})"
+        return Finding(FAULT, what, OTHER_MPI)
     if not here.by_torch:
         remedy = "an mpiexec of another MPI, a firewall between hosts, or another network interface than they share"
         return Finding(FAULT, what, f"likely {remedy}")
