@@ -163,11 +163,6 @@ class Way:
     make: partial[Any]
     timeout: float = 3600.0
 
-    @property
-    def weight(self) -> dict[str, float]:
-        """Keyword of a step's `average`."""
-        return {"weight": 1.0} if self.make.keywords.get("weighted") else {}
-
 
 STREAMS: dict[str, Any] = {"fragments": 4, "delay": EVERY // LOOK // 4}
 WAYS = {
@@ -177,8 +172,7 @@ WAYS = {
     "all together": Way(
         partial(
             StreamingDiLoCo,
-            weighted=True,
-            allreduce=partial(PartialAllreduce, quorum="solo", compress="int2"),
+            allreduce=partial(PartialAllreduce, quorum="majority", compress="int2"),
             **STREAMS,
         ),
         120.0,
@@ -257,7 +251,7 @@ class Cluster:
             if comm.clock() > day.end:
                 raise DayOver
             optimizer.step()
-            optimizer.average(**self.way.weight)
+            optimizer.average()
             looks += 1
             if optimizer._driver.block.done == 0 and comm.clock() < min(machine.life.dies, day.end):
                 new, given = (looks - given) * LOOK, looks

@@ -110,7 +110,7 @@ def _on_rank(comm: SimulatedCommunicator, way: Way, run: Run, machines: Sequence
                 comm.elapse(seconds(comm.clock()))
                 _step(model, draw)
                 optimizer.step()
-                optimizer.average(**way.weight)
+                optimizer.average()
             if comm.clock() < machine.life.dies:
                 optimizer.finish()
                 run.loss = math.log(TASKS["lstm-text"].score(model)) if math.isnan(run.loss) else run.loss

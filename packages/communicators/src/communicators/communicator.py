@@ -219,8 +219,12 @@ class Communicator(ABC):
         """State that another rank of an `Elastic` has given to this one, which is `joining`; once. Waits for it.
 
         Returns:
-            The state; None where it did not come, and this rank has joined another generation instead: ask again.
+            The state; None where it does not come: leave what was opened with the others, and `join_anew`.
         """
+        raise RuntimeError("this rank is not joining others")
+
+    def join_anew(self) -> None:
+        """Comes into another generation of an `Elastic`, whose state is under way to this rank then."""
         raise RuntimeError("this rank is not joining others")
 
     def aside(self, schedule: Schedule[T], members: Sequence[int], *, facts: str) -> Work[T]:

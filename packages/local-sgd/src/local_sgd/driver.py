@@ -152,6 +152,9 @@ class Driver:
     def regrouped(self) -> None:
         """Follows a change of an elastic group."""
 
+    def part(self) -> None:
+        """Leaves what that has opened with other ranks."""
+
     def resting(self) -> dict[str, Tensor]:
         """Tensors that only steps and `average()` change."""
         return dict(self.owner.trained)

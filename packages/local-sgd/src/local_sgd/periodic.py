@@ -299,6 +299,9 @@ class PeriodicAveraging(Wrapping):
     def regrouped(self) -> None:
         self._driver.regrouped()
 
+    def part(self) -> None:
+        self._driver.part()
+
     def shared_state(self) -> dict[str, Any]:
         ranks = [fragment.ranks for fragment in self._driver.fragments]
         before = by_name(self._driver.parts, self._driver.before) if self._driver.before else {}

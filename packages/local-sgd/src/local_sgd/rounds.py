@@ -133,6 +133,11 @@ class OuterRounds(Driver):
             self._elastic.agree()
             self._rounds = self._elastic.current
 
+    def part(self) -> None:
+        """Leaves the rounds."""
+        if self._elastic is not None:
+            self._elastic.leave()
+
     def resting(self) -> dict[str, Tensor]:
         """Anchors besides, which ranks compare only where all have applied the same rounds."""
         return {**super().resting(), **shared_state(self.parts, self.rule)}

@@ -295,6 +295,11 @@ class EagerSGD(Wrapping):
             self._elastic.agree()
             self._rounds = self._elastic.current
 
+    def part(self) -> None:
+        """Leaves the rounds."""
+        if self._elastic is not None:
+            self._elastic.leave()
+
     def _meet(self, *, finished: bool) -> bool:
         """Meets all ranks that have steps, and all others too where buffers are shared; whether all have finished."""
         self.admit()

@@ -96,7 +96,7 @@ class ElasticRounds:
         """
         together = partial(self._together, finished)
         while True:
-            unfinished = self._elastic.atomic(together, self._part, self._opened)
+            unfinished = self._elastic.atomic(together, self.leave, self._opened)
             if unfinished:
                 self._owner.let_in(at_once=finished)
             if self._generation == self._elastic.generation:
@@ -114,7 +114,7 @@ class ElasticRounds:
             self._elastic.part(gone)
         number = numbers // max(knowing, 1)
         if self._generation != self._elastic.generation:  # and nobody needs the last rounds any more
-            self._part()
+            self.leave()
             self.current = self._make(self._elastic.group)
             if self._residuals is not None:
                 self.current.residuals = self._residuals
@@ -132,8 +132,8 @@ class ElasticRounds:
             pass
         return bool(self.current.complete)
 
-    def _part(self) -> None:
-        """Leaves the rounds of a group that has changed, without waiting for anybody."""
+    def leave(self) -> None:
+        """Leaves the current rounds without waiting for anybody."""
         if self.current is not None:
             self._earlier = {name: self.stats()[name] for name in SECONDS}
             self.current.__exit__(CollectiveError, CollectiveError("its ranks meet anew"), None)

@@ -180,6 +180,9 @@ class Wrapping(Optimizer):
     def regrouped(self) -> None:
         """Follows a change of the group, between two steps of every rank; newcomers come to it, too."""
 
+    def part(self) -> None:
+        """Leaves what `regrouped` has opened with the others, at once: they do not wait for this rank any more."""
+
     def _let_in(self) -> bool:
         if not self._admits:
             self._comm.serve(self._for_newcomer)
@@ -238,6 +241,8 @@ class Wrapping(Optimizer):
     def _take_over(self) -> None:
         """Takes parameters and buffers that another rank gives; the rest waits for `enter`."""
         while (given := self._comm.take()) is None:
+            self.part()
+            self._comm.join_anew()
             self.regrouped()
         if given["alike"] != self._alike:
             self._comm.close()

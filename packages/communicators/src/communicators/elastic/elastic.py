@@ -106,8 +106,7 @@ class Elastic(Membership):
                     self._refuse_other(error)
                 if self._joining:  # without a state, which was under way in this generation
                     undo()
-                    self._join_anew(CollectiveError("a rank was lost before its state had come"))
-                    self._refuse_end()
+                    self.join_anew()
                     continue
                 if seal is not None and held:
                     undo()  # at once: others are in the seal
@@ -179,13 +178,21 @@ class Elastic(Membership):
         if not self._joining:
             return super().take()
         if not self._has_state():
-            self._refuse_end()
             return None
         assert self._given is not None
         self._joining = False
         own: Mapping[str, Any] = self._given["own"]
         self._given = {"carried": self._given["carried"]}
         return own
+
+    def join_anew(self) -> None:
+        self._join_anew()
+        if not self._joining:
+            self._go()
+            raise LeftOutError(
+                f"all ranks that trained have gone before {self._board.name} had their state: make a new Elastic and a "
+                "new optimizer to begin anew"
+            )
 
     def claim(self, owner: Any, *, anew: bool = False) -> None:
         if anew:

@@ -75,6 +75,7 @@ class Membership(Communicator):
         self._unserved: tuple[str, ...] = ()  # newcomers of this generation, until they have a state
         self._given: Mapping[str, Any] | None = None  # state that a survivor gave to this newcomer
         self._taking: Work[Any] | None = None
+        self._no_state: CollectiveError | None = None  # why it does not come
         self._failures = 0  # attempts of this newcomer to take a state
         self.leaving = self._over = self._joining = self._tells_end = self._failed = False
         self._thread = 0  # of the last commit, or of who began to draw since
@@ -94,7 +95,7 @@ class Membership(Communicator):
         """Whether this rank has come to a running training, whose state is here, and was not taken over yet."""
         self._group  # noqa: B018 - enters
         while self._joining and not self._has_state():
-            pass
+            self._join_anew()
         return self._joining
 
     @property
@@ -276,28 +277,21 @@ class Membership(Communicator):
         self._inner, self._record, self._board.name, self._failed = None, Record(), "", False
         self._given = None
 
-    def _join_anew(self, error: CollectiveError) -> None:
-        """Has a newcomer come into another generation, whose state is under way to it."""
+    def _join_anew(self) -> None:
+        """Has a newcomer whose state did not come leave, and come into another generation."""
+        error = self._no_state or CollectiveError("a rank was lost before its state had come")
+        self._no_state = None
         self._note_failure(self._record, error)
         self._come_again(error)
         self._group  # noqa: B018 - enters
 
-    def _refuse_end(self) -> None:
-        """Raises on a newcomer that has met others, all of whom have gone before it had their state."""
-        if not self._joining:
-            self._go()
-            raise LeftOutError(
-                f"all ranks that trained have gone while {self._board.name} took over their state: make a new Elastic "
-                "and a new optimizer to begin anew"
-            )
-
     def _has_state(self) -> bool:
-        """Waits for a newcomer's state; False: it is in another generation now."""
+        """Waits for a newcomer's state; False: it does not come."""
         if self._given is None:
             try:
                 self._await_state()
             except CollectiveError as error:
-                self._join_anew(error)
+                self._no_state = error
                 return False
         return True
 
