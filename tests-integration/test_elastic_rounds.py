@@ -223,3 +223,24 @@ def test_a_drained_state_of_three_goes_on_with_two(streams):
     assert first[0] == first[1] == first[2]
     assert second[0] == second[1]
     assert second[0][1] > first[0][1]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("dead", [0, 1, 2])
+@pytest.mark.parametrize("at", [0.05, 0.1])
+def test_who_gives_a_newcomer_its_state_dies_amid(at, dead, streams, monkeypatch):
+    """The newcomer leaves the rounds, so that the others do not wait for it, and comes again."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 500)
+
+    def slow(source, target):
+        return Path(1e-5, 1e-7, 1e-5 if target == 3 else 1e-7)
+
+    def train(comm):
+        return counting(comm, log, late=0.02 * (comm.rank == 3), steps=60, quorum="majority", streams=streams)
+
+    log = Log(4)
+    outcomes = SimulatedWorld(4, slow, faults=[Dies(dead, at=at)]).run(train)
+    living = [rank for rank in range(4) if rank != dead]
+    assert len({str(outcomes[rank]) for rank in living}) == 1
+    assert outcomes[3] is not None
+    assert log.steps[3] == 60
