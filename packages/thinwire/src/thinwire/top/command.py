@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from communicators.metrics import PORT
+from communicators import metrics
 from rich.console import Console, RenderableType
 from rich.live import Live
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     """Shows a training; returns the exit status, 1 where there is none, 2 where flags make no sense."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="thinwire top", description=__doc__, formatter_class=shape)
-    here = f"localhost:{PORT}"
+    here = f"localhost:{metrics.PORT}"
     parser.add_argument("where", nargs="*", metavar="WHERE", help=f"HOST:PORT …, or a folder; default: {here}")
     parser.add_argument("--interval", type=SECONDS, default=1.0, metavar="T", help="between frames, in s; default 1")
     parser.add_argument("--once", action="store_true", help="print one frame, as soon as steps were taken")
