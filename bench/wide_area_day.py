@@ -142,7 +142,7 @@ def bulk_state(packed: Tensor) -> Any:
 
 @contextmanager
 def as_large_as_the_real_model() -> Iterator[None]:
-    """Messages take as long as those of `PARAMETERS`; who waits looks at the board every second."""
+    """Messages take as long as those of `PARAMETERS`; who waits looks at the board every ten seconds."""
     own = schedules.allreduce
     with ExitStack() as patches:
         for where, name, value in (
@@ -150,7 +150,7 @@ def as_large_as_the_real_model() -> Iterator[None]:
             (schedules, "quantised_allreduce", partial(bulk_rounded, own)),
             (transfer, "give", bulk_state),
             (transfer, "CHUNK_BYTES", STATE_CHUNK),
-            (membership, "POLL_SECONDS", 1.0),
+            (membership, "POLL_SECONDS", 10.0),
         ):
             patches.enter_context(patch.object(where, name, value))
         yield
