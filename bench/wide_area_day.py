@@ -8,11 +8,11 @@ minutes.
 goodput: computing of steps that are in a mean, of what all machines would do that never wait, are late or die. tokens:
 millions an hour, 4,096 a step. deaths, joined: machines that have died, and that have come. rounds: means a day.
 
-The optimizers, rounds, membership and the state of newcomers are the packages' own, by messages in virtual time over a
-port each. Not real: every parameter of the model stands for a share of PARAMETERS, LOOK steps pass as one, and a sum's
-bytes go to one neighbour in `PIECES`, before all wait for the slowest; small messages wait behind such a piece, as they
-would not for long in TCP. Rounding itself is left out, its bytes are not; nothing is learnt, for which see
-`bench wide-area-learning`.
+The optimizers, rounds, membership and the state of newcomers are the packages' own, by messages in virtual time over
+a port each. Not real: every parameter of the model stands for a share of PARAMETERS, LOOK steps pass as one, and a
+sum's bytes go to one neighbour in `PIECES`, before all wait for the slowest; small messages wait behind such a piece,
+as they would not for long in TCP; who waits looks at the board every ten seconds. Rounding itself is left out, its
+bytes are not; nothing is learnt, for which see `bench wide-area-learning`.
 """
 
 import logging
