@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from communicators import CollectiveError, Communicator, SimulatedWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partial_collectives import EagerSGD
 from resumed_runs import assert_same_bits, result, train
 from thinwire_trainer.agreement import LONGEST, AgreedStop
 from thinwire_trainer.app import App
@@ -70,6 +72,29 @@ def test_the_first_steps_may_take_no_time_at_all() -> None:
         return comm.messages_sent
 
     assert SimulatedWorld(2).run(body)[0] < 20
+
+
+@pytest.mark.parametrize("quorum", ["majority", "solo", 2])
+def test_ranks_by_rounds_meet_before_they_decide(quorum: str) -> None:
+    """Else the first one waits for the last one's sum, and that for a round which the first one has to begin."""
+
+    def body(comm: Communicator) -> tuple[int, float]:
+        w = torch.nn.Parameter(torch.zeros(1))
+        told = {"first_step": 0, "clock": comm.clock}
+        with EagerSGD(torch.optim.SGD([w], lr=0.1), [("w", w)], comm=comm, quorum=quorum) as optimizer:
+            stop = AgreedStop(
+                comm, lambda: signal.SIGTERM * (comm.rank == 1 and step > 25), meet=optimizer.synchronize, **told
+            )
+            for step in range(1, 400):
+                comm.elapse(0.2 if comm.rank == 1 else 0.01)
+                w.grad = torch.ones(1)
+                optimizer.step()
+                if stop.after(step):
+                    return step, w.item()
+        raise AssertionError("it was told to stop")
+
+    outcomes = SimulatedWorld(3).run(body)
+    assert len(set(outcomes)) == 1
 
 
 def stopped_at(told: int, app: App, options: Options, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:

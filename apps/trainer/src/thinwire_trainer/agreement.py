@@ -142,7 +142,7 @@ class Meter:
         return self._comm.bytes_sent - self._aside.bytes_sent
 
 
-BETWEEN = 1.0  # seconds
+BETWEEN, SELDOM = 1.0, 10  # seconds; where all ranks meet, so many times as long
 LONGEST = 1 << 12  # steps; the rate of a run changes
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -154,7 +154,8 @@ class AgreedStop:
     all ranks at the next one, and there they stop, or go on. So no step waits for the answer, and a signal takes two
     seconds. How many steps that is follows from the same sum, so that ranks agree on it, too.
 
-    asked: the number of the signal that has asked this rank to stop, 0 if none has. first_step: taken already.
+    asked: the number of the signal that has asked this rank to stop, 0 if none has. first_step: taken already. meet:
+    comes before the answer is waited for, a tenth as often, where a rank in a step waits for one that is ahead.
     """
 
     def __init__(
@@ -164,8 +165,9 @@ class AgreedStop:
         *,
         first_step: int,
         clock: Callable[[], float] = time.perf_counter,
+        meet: Callable[[], None] | None = None,
     ) -> None:
-        self._comm, self._asked, self._clock = comm, asked, clock
+        self._comm, self._asked, self._clock, self._meet = comm, asked, clock, meet
         self._sum: Work[Tensor] | None = None
         self._ahead = 1  # steps from one sum to the next
         self._last, self._next, self._began = first_step, first_step + 1, clock()
@@ -188,9 +190,11 @@ class AgreedStop:
     def _decide(self) -> int:
         if self._sum is None:
             return 0
+        if self._meet is not None:
+            self._meet()
         *asked, seconds = self._sum.wait().tolist()
-        self._sum = None
-        steps = self._comm.size * BETWEEN / seconds if seconds > 0 else LONGEST
+        self._sum, between = None, BETWEEN * (SELDOM if self._meet else 1)
+        steps = self._comm.size * between / seconds if seconds > 0 else LONGEST
         self._ahead = int(min(max(steps, 1), LONGEST))
         return next((int(number) for number, ranks in zip(SIGNALS, asked, strict=True) if ranks), 0)
 

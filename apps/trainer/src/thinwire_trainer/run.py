@@ -143,7 +143,9 @@ def _stopped_by(request: StopRequest | None, training: Training) -> Iterator[Non
         yield
         return
     with request.deferred():
-        training.stop = AgreedStop(training.comm, lambda: request.number, first_step=training.steps)
+        synchroniser = training.replica.synchroniser
+        meet = synchroniser.settle if synchroniser.by_rounds else None
+        training.stop = AgreedStop(training.comm, lambda: request.number, first_step=training.steps, meet=meet)
         yield
 
 

@@ -60,6 +60,7 @@ class Eager(Synchroniser):
     """
 
     optimizer: EagerSGD
+    by_rounds = True
 
     def __init__(self, model: nn.Module, optimizer: EagerSGD, rates: LambdaLR, wait: Callable[[int], None]) -> None:
         super().__init__(model)

@@ -43,6 +43,9 @@ class Synchroniser(ABC):
     schedule: LambdaLR
     """Schedule of its rate, by steps."""
 
+    by_rounds = False
+    """Whether a rank's step waits for rounds that another rank has to begin, which must not wait for it meanwhile."""
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
