@@ -142,7 +142,7 @@ class Meter:
         return self._comm.bytes_sent - self._aside.bytes_sent
 
 
-BETWEEN, SELDOM = 1.0, 10  # seconds; where all ranks meet, so many times as long
+BETWEEN, SELDOM = 1.0, 3  # seconds; where all ranks meet, so many times as long
 LONGEST = 1 << 12  # steps; the rate of a run changes
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -155,7 +155,7 @@ class AgreedStop:
     seconds. How many steps that is follows from the same sum, so that ranks agree on it, too.
 
     asked: the number of the signal that has asked this rank to stop, 0 if none has. first_step: taken already. meet:
-    comes before the answer is waited for, a tenth as often, where a rank in a step waits for one that is ahead.
+    comes before the answer is waited for, a third as often, where a rank in a step waits for one that is ahead.
     """
 
     def __init__(
