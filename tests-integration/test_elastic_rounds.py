@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from communicators import Dies, Elastic, Path, SimulatedWorld
+from communicators import CollectiveError, Dies, Elastic, Path, SimulatedWorld
 from communicators.elastic import transfer
 from local_sgd import DiLoCo, StreamingDiLoCo
-from partial_collectives import PartialAllreduce
+from partial_collectives import EagerSGD, PartialAllreduce
 
 PLAIN = partial(torch.optim.SGD, lr=1.0)
 SECONDS = [1e-3, 2e-3, 8e-3]
@@ -244,3 +244,83 @@ def test_who_gives_a_newcomer_its_state_dies_amid(at, dead, streams, monkeypatch
     assert len({str(outcomes[rank]) for rank in living}) == 1
     assert outcomes[3] is not None
     assert log.steps[3] == 60
+
+
+def test_a_newcomer_of_another_model_goes_alone():
+    def train(comm):
+        comm.elapse(0.02 * (comm.rank == 2))
+        w = torch.nn.Parameter(torch.zeros(4 + (comm.rank == 2)))
+        world = Elastic(comm, start_with=2, patience=3.0)
+        try:
+            optimizer = DiLoCo(torch.optim.SGD([w], lr=0.1), sync_every=2, comm=world, allreduce=PartialAllreduce)
+        except ValueError as error:
+            return str(error)
+        for _ in range(20):
+            comm.elapse(0.01)
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+            optimizer.average()
+        optimizer.finish()
+        return w.tolist()
+
+    first, second, other = SimulatedWorld(3).run(train)
+    assert first == second
+    assert "another model or other settings" in other
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_states_of_unlike_rounds_are_refused(eager):
+    def train(comm):
+        p = torch.nn.Parameter(torch.zeros(2))
+        inner, world = torch.optim.SGD([p], lr=0.1), Elastic(comm, at_least=2)
+        if eager:
+            optimizer = EagerSGD(inner, [("p", p)], comm=world)
+        else:
+            optimizer = DiLoCo(inner, sync_every=1, comm=world, allreduce=PartialAllreduce)
+        meets = optimizer.synchronize if eager else optimizer.drain
+        saved = []
+        for _ in range(2):
+            p.grad = torch.ones(2)
+            comm.elapse(0.01)
+            optimizer.step()
+            if not eager:
+                optimizer.average()
+            meets()
+            saved.append((p.detach().clone(), copy.deepcopy(optimizer.state_dict())))
+        with torch.no_grad():
+            p.copy_(saved[comm.rank][0])
+        optimizer.load_state_dict(saved[comm.rank][1])
+
+    with pytest.raises(CollectiveError, match="are to go on from rounds"):
+        SimulatedWorld(2).run(train)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.02, 0.05])
+def test_who_drains_meets_others_that_drain_not_those_that_are_called(late):
+    """At one meeting all have drained as often."""
+
+    def train(comm):
+        comm.elapse(late * (comm.rank == 2))
+        world = Elastic(comm, start_with=2)
+        w = torch.nn.Parameter(torch.zeros(2))
+        optimizer = DiLoCo(torch.optim.SGD([w], lr=0.1), sync_every=3, comm=world, allreduce=PartialAllreduce)
+        for step in range(1, 21):
+            comm.elapse(0.004 * (1 + comm.rank))
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+            optimizer.average()
+            if step % 10 == 0 and comm.rank < 2:
+                optimizer.drain()
+                drained.append((optimizer._driver._elastic.number, step))
+        optimizer.finish()
+        return w.tolist()
+
+    drained = []
+    ends = SimulatedWorld(3).run(train)
+    assert ends[0] == ends[1] == ends[2]
+    if not late:
+        assert len({step for number, step in drained}) == 2
+    by_number = defaultdict(set)
+    for number, step in drained:
+        by_number[number].add(step)
+    assert all(len(steps) == 1 for steps in by_number.values()), drained

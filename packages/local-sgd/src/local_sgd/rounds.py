@@ -1,5 +1,6 @@
 """Outer steps by rounds that do not wait for the last rank, with any engine of numbered sums as an argument."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -104,7 +105,12 @@ class OuterRounds(Driver):
         super().connect()
         self.needs += ["rounds", "cut", *(["bases", "given", "dues"] if self.by_fragment else [])]
         if isinstance(self.comm, Elastic):
-            self._elastic = ElasticRounds(self.owner, self.comm, self._made, self._compare_anchors)
+            own = weakref.proxy(self)
+            rounds = {name: value for name, value in getattr(self._make, "keywords", {}).items() if _plain(value)}
+            settings = f"{self.owner._alike}, {self._cut}, {self._weighted}, {sorted(rounds.items())}"
+            self._elastic = ElasticRounds(
+                self.owner, self.comm, lambda comm: own._made(comm), lambda: own._compare_anchors(), settings=settings
+            )
 
     def enter(self) -> None:
         """Makes the rounds, which are all that is exchanged, with all other ranks."""
@@ -167,16 +173,19 @@ class OuterRounds(Driver):
         if self._launched == len(self.fragments):
             self._end_block()
         if self._elastic is not None and self._elastic.called:
-            self.end(most=1)
+            self._end(most=1, drains=False)
 
     def end(self, *, most: int | None) -> None:
         """Takes part until no rank has another block (finish, final), or meets all that have more (drain)."""
+        self._end(most=most, drains=most is not None)
+
+    def _end(self, *, most: int | None, drains: bool) -> None:
         self._refuse_changed()
         self.next_boundary(self.fragments[0].averaging)
         last = {turn: self._given(turn) for turn in range(len(self.fragments)) if self.own_weight(self._count(turn))}
         self._used = True
         if self._elastic is not None and not self._ended:
-            self._meet(self._elastic, last, finished=most is None)
+            self._meet(self._elastic, last, finished=most is None, drains=drains)
             last = {}
         elif most is not None:
             self._apply(self._rounds.synchronize(last))
@@ -188,14 +197,16 @@ class OuterRounds(Driver):
             self._ended = True
         self._rest()
 
-    def _meet(self, elastic: ElasticRounds, last: Mapping[int, Any], *, finished: bool) -> None:
-        """Meets all others; a rank that has finished does so until they have, too."""
+    def _meet(self, elastic: ElasticRounds, last: Mapping[int, Any], *, finished: bool, drains: bool) -> None:
+        """Meets all others; a rank that has finished does so until they have, too, one that drains until they do."""
         over = False
         while not over:
             self._apply(self._rounds.synchronize(last))
             self._rest()  # a newcomer may get it
-            over, last = elastic.met(finished=finished) or not finished, {}
+            over, last = elastic.met(finished=finished, drains=drains), {}
             self._rounds = elastic.current
+            if not over:
+                self.owner.admit()
 
     def _rest(self) -> None:
         """Takes z, with nothing under way."""
@@ -367,3 +378,8 @@ class OuterRounds(Driver):
             if base is not None:
                 zs = [rule.taken(x, z) for x, z in zip(xs, zs, strict=True)]
             self.put(parts, [z + moved for z, moved in zip(zs, since, strict=True)])
+
+
+def _plain(value: Any) -> bool:
+    """Whether the text of a setting is the same on all ranks."""
+    return value is None or isinstance(value, bool | int | float | str)

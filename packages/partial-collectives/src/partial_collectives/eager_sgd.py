@@ -127,7 +127,9 @@ class EagerSGD(Wrapping):
         self._elastic = None
         if isinstance(self.comm, Elastic):
             own = weakref.proxy(self)
-            self._elastic = ElasticRounds(own, self.comm, make, lambda: own._refuse_unlike() if verify else None)
+            compare = partial(_compare, own) if verify else (lambda: None)
+            settings = f"{self._alike}, {sorted(rounds.items())}"
+            self._elastic = ElasticRounds(own, self.comm, make, compare, settings=settings)
         if self._elastic is None:
             self._rounds = make(self.comm)
         self.regrouped()
@@ -307,7 +309,12 @@ class EagerSGD(Wrapping):
         self._known = None
         self.end_steps()
         if self._elastic is not None:
-            over = self._elastic.met(finished=finished)
+            over = self._elastic.met(finished=finished, drains=not finished)
+            while not (over or finished):  # others were only called
+                self.admit()
+                self._apply(self._rounds.synchronize())
+                over = self._elastic.met(drains=True)
+                self._rounds = self._elastic.current
             self._rounds = self._elastic.current
             return over
         if self._shared is None and not self._verify:
@@ -353,6 +360,10 @@ class EagerSGD(Wrapping):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
+
+
+def _compare(optimizer: EagerSGD) -> None:
+    optimizer._refuse_unlike()
 
 
 def _name(scheduler: Any) -> str | None:

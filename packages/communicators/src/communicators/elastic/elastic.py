@@ -107,6 +107,7 @@ class Elastic(Membership):
                 if self._joining:  # without a state, which was under way in this generation
                     undo()
                     self.join_anew()
+                    members, began = self.members, self.clock()
                     continue
                 if seal is not None and held:
                     undo()  # at once: others are in the seal

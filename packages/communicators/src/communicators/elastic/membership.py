@@ -363,12 +363,12 @@ class Membership(Communicator):
 
     def _commit(self) -> None:
         """Comes through once all ranks hold the result; tells what every rank has drawn, and who waits."""
-        word = self._dealer.drawn | (LEAVES if self.leaving else 0)
-        if self.rank == 0 and self._newcomers():
-            word |= WAITING
+        opens = self._words == [0] and self._record.joined  # to newcomers who may have no state yet
+        word = self._dealer.drawn
+        if not opens:  # or the group would change before they could answer
+            word |= (LEAVES if self.leaving else 0) | (WAITING if self.rank == 0 and self._newcomers() else 0)
         own = torch.tensor([word]).view(torch.uint8)
         blocks = allgather_blocks(own, [own.numel()] * self.size, self.rank, self.size)
-        opens = self._words == [0] and self._record.joined  # to newcomers who may have no state yet
         said = run(blocks, self, facts="first commit" if opens else f"commit{self._dealer.facts}")
         self._words = [int(block.clone().view(torch.int64)) for block in said]
         self._taken, self._thread = self._taken + 1, threading.get_ident()
