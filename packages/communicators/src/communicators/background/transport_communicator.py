@@ -29,11 +29,11 @@ from communicators.background.streams import SideStream, SideStreams, owned_here
 from communicators.background.transport import PeerLost, Pending, Transport
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
+from communicators.labels import labelled, records
 from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule, among
 from communicators.schedules.dense import barrier
 from communicators.signals import Attempt, OnSignal, Signals
 from communicators.timeline import message
-from communicators.tracing import labelled, records
 
 T = TypeVar("T")
 
