@@ -105,6 +105,7 @@ class EventLoop:
         self.boards: dict[str, dict[str, str]] = {}
         self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
+        self._ended = frozenset[int]()
         self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for, self._note_message)
         self.timeline: Timeline | None = None
@@ -245,7 +246,7 @@ class EventLoop:
 
     def ended_ranks(self) -> frozenset[int]:
         """Ranks whose function has returned or raised, or that died."""
-        return frozenset(rank for rank, thread in enumerate(self.ranks) if thread.over or thread.dead)
+        return self._ended
 
     def seconds_for(self, source: int, target: int, nbytes: int) -> tuple[float, float]:
         """Seconds until a message's sender and its receiver are free; alpha partly drawn, where there is jitter."""
@@ -270,7 +271,7 @@ class EventLoop:
 
     def _die(self, rank: int, reason: str) -> None:
         """Ends a rank, and all calls but those that outlive ranks."""
-        self.ranks[rank].dead = True
+        self.ranks[rank].dead, self._ended = True, self._ended | {rank}
         self._blocked.pop(rank, None)
         for outstanding in list(self._outstanding[rank].values()):
             outstanding.callbacks.clear()
@@ -295,6 +296,8 @@ class EventLoop:
             return
         self._blocked.pop(rank, None)
         thread.resume()
+        if thread.over:
+            self._ended |= {rank}
         self._carry_out()
         if thread.over:
             self._part(rank)

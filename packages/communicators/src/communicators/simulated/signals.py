@@ -54,6 +54,7 @@ class SimulatedSignals(Signals):
         self._waiting: Counter[int] = Counter()  # on their way, or come and not polled, by peer
         self._watch: Watch | None = None
         self.closing = self.left = False
+        self._ended, self._ended_here = frozenset[int](), set[int]()  # places in the world; of those, ranks here
         self._group.members[self.rank] = self
         self._loop.outliving.add(self._context)
         self._loop.wish(partial(self._loop.guarded, self._context, self._place, self._hear_early))
@@ -88,8 +89,9 @@ class SimulatedSignals(Signals):
     @property
     def departed(self) -> frozenset[int]:
         left = {rank for rank, one in self._group.members.items() if one.left}
-        ended = {rank for rank, place in enumerate(self._places) if place in self._loop.ended_ranks()}
-        return frozenset((ended | left) - {self.rank})
+        if (ended := self._loop.ended_ranks()) is not self._ended:
+            self._ended, self._ended_here = ended, {r for r, place in enumerate(self._places) if place in ended}
+        return frozenset((self._ended_here | left) - {self.rank})
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         context = (*self._context, zlib.crc32(facts.encode()))
