@@ -49,7 +49,8 @@ class EagerSGD(Wrapping):
     Over an `Elastic` rounds go on without ranks that die, and newcomers are let in where all meet: at `synchronize()`,
     so call it at the end of every epoch at least, as a newcomer waits for it. It gets parameters, the states of
     optimizer and scheduler and the number of rounds from one of the others; `lateness` begins anew with the group. A
-    dead rank's gradients that were in no round are lost. A rank that the others take for dead gets a CollectiveError,
+    dead rank's gradients that were in no round are lost. Rounds go on while a newcomer takes over that state, where
+    their quorum and `max_staleness` allow. A rank that the others take for dead gets a CollectiveError,
     LeftOutError where they have met without it, and may join anew.
 
     Args:

@@ -223,7 +223,7 @@ class Wrapping(Optimizer):
             self._comm.close()
             raise RuntimeError(
                 "this rank has come to a running training, and has the state of those who train: load a checkpoint "
-                "only where world.joining is False, asked before the optimizer is made"
+                "only where world.newcomer is False, asked before the optimizer is made"
             )
 
     def _for_newcomer(self) -> dict[str, Any]:
