@@ -31,8 +31,8 @@ STEP = SLURM | {"SLURM_STEP_NODELIST": "gpu-a[03-05,9],gpu-b7", "SLURM_JOB_ID": 
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "TORCHELASTIC_RUN_ID": "none"},
             Placement(launcher="torchrun", rank=3, size=4, local_rank=3, watches=True),
         ),
-        (SLURM, Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True, meeting="localhost:20000")),
-        (STEP, Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True, meeting="gpu-a03:24569")),
+        (SLURM, Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True, meeting="localhost:21477")),
+        (STEP, Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True, meeting="gpu-a03:25545")),
         (
             STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
             Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True, meeting="10.0.0.1:29500"),
@@ -65,7 +65,9 @@ def test_placement(environment: dict[str, str], expected: Placement) -> None:
     ],
 )
 def test_ranks_of_srun_meet_on_the_first_node(nodes: str, first: str) -> None:
-    assert placement(SLURM | {"SLURM_STEP_NODELIST": nodes}).meeting == f"{first}:20000"
+    host, port = placement(SLURM | {"SLURM_STEP_NODELIST": nodes}).meeting.split(":")
+    assert host == first
+    assert 20000 <= int(port) < 30000
 
 
 def test_mpi4py_without_an_mpi_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,10 +59,16 @@ def meeting_of_jobs(jobs):
 
 
 def test_two_jobs_that_have_met_are_told_on_every_rank():
-    told = meeting_of_jobs(["SLURM_JOB_ID=7", "SLURM_JOB_ID=7", "SLURM_JOB_ID=8"])
+    name = "TORCHELASTIC_RUN_ID"
+    told = meeting_of_jobs([f"{name}=7", f"{name}=7", f"{name}=8"])
     assert len({str(error) for error in told}) == 1
-    assert "rank 0 is of the job SLURM_JOB_ID=7, rank 2 of SLURM_JOB_ID=8: two jobs have met at one" in str(told[0])
+    assert f"rank 0 is of the job {name}=7, rank 2 of {name}=8: two jobs have met at one" in str(told[0])
     assert "MASTER_PORT of its own" in str(told[0])
+
+
+def test_jobs_of_a_scheduler_may_belong_together(caplog):
+    assert len(set(meeting_of_jobs(["SLURM_JOB_ID=7", "SLURM_JOB_ID=8"]))) == 1
+    assert "rank 0 is of the job SLURM_JOB_ID=7, rank 1 of SLURM_JOB_ID=8" in caplog.text
 
 
 @pytest.mark.parametrize("jobs", [["A=1", "A=1"], ["", "A=1"], ["A=1", ""], ["A=1", "B=2"], ["", ""]])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from thinwire_trainer.errors import RunError
@@ -28,6 +30,9 @@ LAUNCHERS = {
 
 MPI_VARIABLES = ("PMI", "I_MPI_PMI_LIBRARY")  # prefixes: of what srun with an MPI plugin sets, and what Intel MPI needs
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"  # a script that sets RANK itself may end before what it started in the background
+
+MEETING = timedelta(seconds=120)
+"""Longest wait of ranks of srun for each other at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,7 @@ def _meeting(environment: Mapping[str, str]) -> str | None:
     if any(name.startswith(MPI_VARIABLES) for name in environment):
         return None
     nodes = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", environment.get("SLURM_STEP_NODELIST", "localhost"))  # node[1-3],gpu7
-    step = int(environment.get("SLURM_JOB_ID", "0")) + int(environment.get("SLURM_STEP_ID", "0"))
+    step = zlib.crc32(f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}".encode())
     host = environment.get("MASTER_ADDR", nodes.partition(",")[0])
     return f"{host}:{environment.get('MASTER_PORT', 20000 + step % 10000)}"
 
@@ -99,18 +104,22 @@ def joined(
     """
     from communicators import Elastic, as_communicator
     from torch import distributed
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if elastic is not None:
         yield Elastic(elastic or None, at_least=at_least or 1)
     elif place.uses_mpi:
         yield as_communicator(_mpi_world(place))
-    elif place.launcher is not None:
+    elif place.launcher is not None and not (place.meeting and place.size == 1 and backend == "gloo"):
         direct = backend == "nccl"
-        address = f"tcp://{place.meeting}" if place.meeting else "env://"
+        transport = "cpu:gloo,cuda:nccl" if direct else "gloo"
         try:
-            distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if direct else "gloo", address, rank=place.rank, world_size=place.size
-            )
+            if place.meeting:
+                host, _, port = place.meeting.rpartition(":")
+                store = TCPStore(host, int(port), place.size, place.rank == 0, MEETING)
+                distributed.init_process_group(transport, store=store, rank=place.rank, world_size=place.size)
+            else:
+                distributed.init_process_group(transport, "env://", rank=place.rank, world_size=place.size)
         except RuntimeError as error:
             raise RunError(_unmet(str(error), os.environ, place.meeting)) from error
         yield as_communicator(None, transport="nccl" if direct else None)

@@ -6,6 +6,7 @@ Parts of a Store that torch has only had since 2.8 or 2.9 are here too.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 import uuid
@@ -20,6 +21,7 @@ from torch.distributed import distributed_c10d
 from communicators.errors import CollectiveError
 
 T = TypeVar("T")
+logger = logging.getLogger("communicators")
 
 STORE_SECONDS = 0.5
 """Wait beyond its time-out of a first call whose Store does not answer at all."""
@@ -84,15 +86,22 @@ def job_of(environ: Mapping[str, str]) -> str:
 
 
 def refuse_two_jobs(words: Sequence[str]) -> None:
-    """Raises CollectiveError where ranks are of several jobs. words: of each rank, as `meet` writes them."""
+    """Raises CollectiveError where ranks are of several torchruns. words: of each rank, as `meet` writes them.
+
+    Jobs of a scheduler may belong together, as workers of Dask or Ray do: a warning says it.
+    """
     jobs = [word.partition("/")[2] for word in words]
     for rank, job in enumerate(jobs):
         if job and jobs[0] and job != jobs[0] and job.partition("=")[0] == jobs[0].partition("=")[0]:
-            raise CollectiveError(
+            told = (
                 f"rank 0 is of the job {jobs[0]}, rank {rank} of {job}: two jobs have met at one MASTER_ADDR and "
                 "MASTER_PORT; give each a MASTER_PORT of its own, or, where they belong together, "
                 "as_communicator(group, store=...)"
             )
+            if job.startswith("TORCHELASTIC_RUN_ID"):
+                raise CollectiveError(told)
+            logger.warning("%s", told)
+            return
 
 
 def meet(store: Store, rank: int, size: int, timeout: float, job: str = "") -> str:

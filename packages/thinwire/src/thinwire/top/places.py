@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -80,7 +81,7 @@ def _told(url: str) -> Stats | NothingHere:
             return _numbers(answer.read().decode(), url)
     except NothingHere as error:
         return error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         why = error.reason if isinstance(error, URLError) else error
         return NothingHere(
             f"nothing answers at {url} ({why}): start the training with --metrics prometheus, or with "
