@@ -63,6 +63,7 @@ class AtRest:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         return CollectiveError(
             f"{self._what}: parameters changed between average() and the next step, when nothing may write into them: "
-            f"{', '.join(found[:3])}{more}. Bits were flipped in memory, or code of yours writes there, and belongs "
-            "before average(): go on from a checkpoint before, and leave out a machine that is named again"
+            f"{', '.join(found[:3])}{more}. Code of yours writes there and belongs before average(), or a module's "
+            "forward does, as nn.Embedding(max_norm=...); else bits were flipped in memory: go on from a checkpoint "
+            "before, and leave out a machine that is named again"
         )

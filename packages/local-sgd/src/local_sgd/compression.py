@@ -214,9 +214,12 @@ class SparseSum:
                 self._sparsifier.restore(selected.part.names[0], back)
 
     @property
-    def residual_norm(self) -> float:
-        """2-norm of all residuals that the compressor saves under that name."""
-        return norm(self._sparsifier.state_dict().get("residuals", {}).values())
+    def residual_norm(self) -> float | None:
+        """2-norm of all residuals that the compressor saves under that name, tensors by name; None where it does not."""
+        held = self._sparsifier.state_dict().get("residuals")
+        if not isinstance(held, Mapping) or not all(isinstance(one, Tensor) for one in held.values()):
+            return None
+        return norm(held.values())
 
     def state_dict(self) -> dict[str, Any]:
         """State of the compressor, and the number of its tensors, because a loader may leave some out.

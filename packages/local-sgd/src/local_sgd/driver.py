@@ -232,7 +232,8 @@ class Driver:
         exchanging = sum(fragment.averaging.exchanging for fragment in self.fragments)
         hidden = max(0.0, exchanging - waited)
         seconds = {"seconds_exchanging": exchanging, "seconds_waited": waited, "seconds_hidden": hidden}
-        return seconds if self.sums is None else {**seconds, "residual_norm": self.sums.residual_norm}
+        left = None if self.sums is None else self.sums.residual_norm
+        return seconds if left is None else {**seconds, "residual_norm": left}
 
     def state_dict(self, *, waits: bool = True) -> dict[str, Any]:
         """This rank's own part of a state, by parameter, so that it outlives another cut into vectors.

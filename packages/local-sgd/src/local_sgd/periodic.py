@@ -63,7 +63,8 @@ class PeriodicAveraging(Wrapping):
         anchor_device: Device of anchors, momenta and means, such as "cpu"; default: the parameters'.
         verify: Number of boundaries between comparisons of a hash of what ranks share there: the rule's anchors and
             momenta, or without such the mean. The end of training compares the model. In between every rank hashes its
-            own parameters after `average()` and before the next step, where nobody is to write into them. A difference
+            own parameters after `average()` and before the next step, where nobody is to write into them: two passes
+            over them in each step, whatever the number is. A difference
             or a change is a CollectiveError on every rank that names rank, parameter and step or boundary. None, the
             default: never. Unless it is 0, ranks compare a hash of the parameters at the first boundary.
 
