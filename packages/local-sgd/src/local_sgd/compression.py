@@ -215,7 +215,7 @@ class SparseSum:
 
     @property
     def residual_norm(self) -> float | None:
-        """2-norm of all residuals that the compressor saves under that name, tensors by name; None where it does not."""
+        """2-norm of all residuals that the compressor saves under that name, tensors by name; else None."""
         held = self._sparsifier.state_dict().get("residuals")
         if not isinstance(held, Mapping) or not all(isinstance(one, Tensor) for one in held.values()):
             return None

@@ -98,8 +98,8 @@ NONFINITE = Flag(
 VERIFY = Flag(
     "verify",
     0,
-    "compare the ranks' parameters every so many steps, boundaries of averages (which hash all parameters twice a step, "
-    "too), or epochs of eager SGD; 0: never",
+    "compare the ranks' parameters every so many steps, boundaries of averages (which hash all parameters twice a "
+    "step, too), or epochs of eager SGD; 0: never",
     read=quantities.count_or_zero,
     metavar="TIMES",
     shapes=False,
