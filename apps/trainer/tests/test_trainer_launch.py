@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import communicators
@@ -80,19 +81,23 @@ def test_ranks_without_mpi_meet_by_gloo_or_where_asked_by_nccl(
     """No GPU is needed to see what is asked of torch.distributed."""
     seen: list[object] = []
 
-    def group_made(name: str, address: str, *, rank: int, world_size: int) -> None:
-        seen.extend((name, address, rank, world_size))
+    def group_made(name: str, address: object = None, *, store: object = None, rank: int, world_size: int) -> None:
+        seen.extend((name, address or store, rank, world_size))
 
     monkeypatch.setattr(torch.distributed, "init_process_group", group_made)
+    monkeypatch.setattr(torch.distributed, "TCPStore", lambda *given: given)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: seen.append("end"))
     monkeypatch.setattr(communicators, "as_communicator", lambda comm, *, transport=None: transport)
-    for place, address in (
+    for place, meeting in (
         (Placement(launcher="torchrun", rank=1, size=2), "env://"),
-        (Placement(launcher="srun", rank=1, size=2, meeting="node1:20001"), "tcp://node1:20001"),
+        (
+            Placement(launcher="srun", rank=1, size=2, meeting="node1:20001"),
+            ("node1", 20001, 2, False, timedelta(minutes=2)),
+        ),
     ):
         with joined(place, backend) as comm:
             assert comm == transport
-        assert seen == [group, address, 1, 2, "end"]
+        assert seen == [group, meeting, 1, 2, "end"]
         seen.clear()
 
 
