@@ -11,6 +11,7 @@ usage: python forked_ranks.py DESCRIPTOR (of a listening socket); ends with its 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -92,6 +93,8 @@ def waited_for(pids: list[int], end: float, connection: socket.socket) -> list[i
                 statuses[pid] = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > end:
                 with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)  # it says where it stands
+                    time.sleep(0.5)
                     os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 statuses[pid] = None
@@ -105,6 +108,7 @@ def become(rank: Rank) -> None:
     for descriptor, where in enumerate((os.devnull, rank.stdout, rank.stderr)):
         opened = where if isinstance(where, int) else os.open(where, os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(opened, descriptor)
+    faulthandler.register(signal.SIGUSR1)
     os.chdir(rank.folder)
     os.environ.clear()
     os.environ.update(rank.environment)
