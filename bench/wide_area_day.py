@@ -10,7 +10,7 @@ millions an hour, 4,096 a step. deaths, joined: machines that have died, and tha
 
 The optimizers, rounds, membership and the state of newcomers are the packages' own, by messages in virtual time over
 a port each. Not real: every parameter of the model stands for a share of PARAMETERS, LOOK steps pass as one, and a
-sum's bytes go to one neighbour in `PIECES`, before all wait for the slowest; small messages wait behind such a piece,
+sum's bytes go to one neighbour in pieces, before all wait for the slowest; small messages wait behind such a piece,
 as they would not for long in TCP; who waits looks at the board every ten seconds. Rounding itself is left out, its
 bytes are not; nothing is learnt, for which see `bench wide-area-learning`.
 """
@@ -44,8 +44,8 @@ from bench.troubles import Troubles, slow_ones, step_seconds
 
 PARAMETERS, STATE_BYTES, TOKENS = 125e6, 20, 4096
 """Of the model; a newcomer gets of each 20 bytes: weight, anchor, outer momentum, Adam's two."""
-NUMEL, PIECES, STATE_CHUNK, GIVE = 64, 8, 97, transfer.give
-"""Elements of each of the simulated model's four tensors; pieces of a sum's bytes."""
+NUMEL, PIECE_BYTES, STATE_CHUNK, GIVE = 64, 2.5e6, 9, transfer.give
+"""Elements of each of the simulated model's four tensors; most bytes of a sum's pieces."""
 EVERY, LOOK = 500, 25
 FOREVER = 1e9
 SHOWN = ("way", "goodput", "tokens", "rounds", "deaths", "joined")
@@ -121,8 +121,10 @@ def bulk_sum(own: Callable[..., Any], nbytes: float, x: Tensor, rank: int, size:
     """Sum of x, by its own schedule, and as many bytes of each rank as a sum of the real model sends."""
     total = yield from own(x, rank, size)
     if x.numel() >= NUMEL and size > 1:
-        body = PerByte.body_for(nbytes * (x.numel() // NUMEL) * PARAMETERS / 4 / PIECES)
-        for _ in range(PIECES):
+        sends = nbytes * (x.numel() // NUMEL) * PARAMETERS / 4
+        pieces = math.ceil(sends / PIECE_BYTES)
+        body = PerByte.body_for(sends / pieces)
+        for _ in range(pieces):
             yield Round({(rank + 1) % size: Payload.allocate(body)}, {(rank - 1) % size: body})
         yield from schedules.barrier(rank, size)
     return total

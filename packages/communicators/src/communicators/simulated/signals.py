@@ -20,10 +20,14 @@ SIGNAL_BYTES = 8
 
 
 class SignalGroup:
-    """Signals of all ranks on one communicator. early: those that came to a rank before it has made its own."""
+    """Signals of all ranks on one communicator. early: those that came to a rank before it has made its own.
+
+    left: ranks that hear nothing more.
+    """
 
     def __init__(self) -> None:
         self.members: dict[int, SimulatedSignals] = {}
+        self.left: set[int] = set()
         self.early: defaultdict[int, list[tuple[SimulatedSignals, int]]] = defaultdict(list)
 
 
@@ -31,7 +35,7 @@ class SimulatedSignals(Signals):
     """Signals of one simulated rank. comm: a duplicate that carries nothing else.
 
     Between two ranks the first that was sent is the first to come, whatever the jitter. One that is on its way is not
-    sent again. closing: it sends no more. left: it hears nothing more. places: those of its ranks in the world. hasty:
+    sent again. closing: it sends no more. places: those of its ranks in the world. hasty:
     whether a wait has its time-out; else, where nothing more can happen, a deadlock is reported.
     """
 
@@ -53,7 +57,7 @@ class SimulatedSignals(Signals):
         self._sent: defaultdict[int, deque[int]] = defaultdict(deque)  # on their way, by peer
         self._waiting: Counter[int] = Counter()  # on their way, or come and not polled, by peer
         self._watch: Watch | None = None
-        self.closing = self.left = False
+        self.closing = False
         self._ended, self._ended_here = frozenset[int](), set[int]()  # places in the world; of those, ranks here
         self._group.members[self.rank] = self
         self._loop.outliving.add(self._context)
@@ -88,10 +92,9 @@ class SimulatedSignals(Signals):
 
     @property
     def departed(self) -> frozenset[int]:
-        left = {rank for rank, one in self._group.members.items() if one.left}
         if (ended := self._loop.ended_ranks()) is not self._ended:
             self._ended, self._ended_here = ended, {r for r, place in enumerate(self._places) if place in ended}
-        return frozenset((self._ended_here | left) - {self.rank})
+        return frozenset((self._ended_here | self._group.left) - {self.rank})
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         context = (*self._context, zlib.crc32(facts.encode()))
@@ -101,7 +104,8 @@ class SimulatedSignals(Signals):
 
     def leave(self, why: str) -> None:
         del why
-        self._closed = self.left = True
+        self._closed = True
+        self._group.left.add(self.rank)
         self._loop.wish(self._loop.look_around)
 
     def close(self) -> None:
@@ -149,7 +153,7 @@ class SimulatedSignals(Signals):
 
     def _arrive(self, peer: int) -> None:
         value, there = self._sent[peer].popleft(), self._group.members.get(peer)
-        if self._loop.ranks[self._places[peer]].dead or (there is not None and there.left):
+        if self._loop.ranks[self._places[peer]].dead or peer in self._group.left:
             self._waiting[peer] -= 1
         elif there is None:
             self._group.early[peer].append((self, value))
