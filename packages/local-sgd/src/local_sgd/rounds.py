@@ -122,6 +122,10 @@ class OuterRounds(Driver):
             )
             raise
 
+    @property
+    def _rounds(self) -> Any:
+        return self._fixed if self._elastic is None else self._elastic.current
+
     def _made(self, comm: Communicator) -> Any:
         like = [[part["anchor"] for part in fragment.parts] for fragment in self.fragments]
         return self._make(like, comm, **({"weighted": True} if self._weighted else {}))
@@ -129,7 +133,7 @@ class OuterRounds(Driver):
     def _open(self) -> None:
         """Makes the rounds; all ranks do."""
         if self._elastic is None:
-            self._rounds = self._made(self.comm)
+            self._fixed = self._made(self.comm)
         self.regrouped()
         self._used = False
 
@@ -137,7 +141,6 @@ class OuterRounds(Driver):
         """Has the others, and newcomers, meet in new rounds."""
         if self._elastic is not None:
             self._elastic.agree()
-            self._rounds = self._elastic.current
 
     def part(self) -> None:
         """Leaves the rounds."""
@@ -204,7 +207,6 @@ class OuterRounds(Driver):
             self._apply(self._rounds.synchronize(last))
             self._rest()  # a newcomer may get it
             over, last = elastic.met(finished=finished, drains=drains), {}
-            self._rounds = elastic.current
             if not over:
                 self.owner.admit()
 

@@ -132,10 +132,15 @@ class EagerSGD(Wrapping):
             settings = f"{self._alike}, {sorted(rounds.items())}"
             self._elastic = ElasticRounds(own, self.comm, make, compare, settings=settings)
         if self._elastic is None:
-            self._rounds = make(self.comm)
+            self._fixed = make(self.comm)
         self.regrouped()
         self.enter()
         self._given_steps, self._sent_before = 0, self.comm.bytes_sent
+
+    @property
+    def _rounds(self) -> PartialAllreduce:
+        rounds: PartialAllreduce = self._fixed if self._elastic is None else self._elastic.current
+        return rounds
 
     @property
     def lateness(self) -> Lateness:
@@ -296,7 +301,6 @@ class EagerSGD(Wrapping):
         """Has the others, and newcomers, meet in new rounds."""
         if self._elastic is not None:
             self._elastic.agree()
-            self._rounds = self._elastic.current
 
     def part(self) -> None:
         """Leaves the rounds."""
@@ -315,8 +319,6 @@ class EagerSGD(Wrapping):
                 self.admit()
                 self._apply(self._rounds.synchronize())
                 over = self._elastic.met(drains=True)
-                self._rounds = self._elastic.current
-            self._rounds = self._elastic.current
             return over
         if self._shared is None and not self._verify:
             return finished
