@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from communicators import Link, SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState
-from local_sgd import DiLoCo, SparseLoCo
+from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo
 from replicas import MuonAdamW, refuse_unlike
 from sparse_collectives import ALGORITHMS, Handling
 from sparse_collectives.prediction import step_seconds
@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 CPU = torch.device("cpu")
 LINK, SLOW = Link(200e-6, 80e-9), Link(30e-3, 8e-6)
-NAMES = {"DistributedOptimizer": DistributedOptimizer, "DiLoCo": DiLoCo, "SparseLoCo": SparseLoCo, "partial": partial}
+OPTIMIZERS_OF_WAYS = (DistributedOptimizer, DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo)
+NAMES = {"partial": partial, **{kind.__name__: kind for kind in OPTIMIZERS_OF_WAYS}}
 
 
 def model_of():
@@ -76,12 +77,13 @@ def test_bytes_are_those_that_a_training_sends(way, ranks):
     def body(comm):
         model = model_of()
         optimizer = way.make(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, steps=0, every=1)
-        before = comm.bytes_sent
-        for _ in range(4):
+        counts = []
+        for _ in range(5):  # what one begins the next one may end
             for p in model.parameters():
                 p.grad = torch.randn_like(p)
             exchanged(optimizer)
-        return (comm.bytes_sent - before) / 4
+            counts.append(comm.bytes_sent)
+        return (counts[-1] - counts[0]) / 4
 
     shapes = [p.shape for p in model_of().parameters()]
     told = way.predict(shapes, size=ranks, link=LINK, work=Work())
@@ -126,6 +128,14 @@ def test_a_step_has_its_share_of_an_exchange_after_a_block_and_hides_none():
     assert low_rank(0.005) < low_rank(0.0)
 
 
+@pytest.mark.parametrize("compute", [0.01, 100.0])
+def test_an_exchange_beside_the_next_steps_costs_what_they_do_not_hide(compute):
+    found = {s.prediction.variant: s for s in situation(compute=compute).predictions()}
+    overlaps, averages = found["overlap-local-sgd sync_every=4"], found["local-sgd sync_every=4"]
+    assert overlaps.seconds == pytest.approx(max(compute, averages.seconds - compute))
+    assert averages.mean == pytest.approx(0.1 * found["dense"].seconds + 0.9 * averages.seconds)
+
+
 def test_the_dense_steps_before_power_sgd_are_in_its_mean():
     steps = {s.prediction.name: s for s in situation().predictions()}
     low_rank, dense = steps["powersgd rank=2"], steps["dense"]
@@ -147,7 +157,7 @@ def test_assumed_shapes_have_all_elements(numel):
 
 def test_nothing_is_selected_for_muon():
     names = {p.algorithm for p, *_ in situation("muon").predictions()}
-    assert names == {"dense", "dense-int8", "powersgd", "diloco"}
+    assert names == {"dense", "dense-int8", "powersgd", "diloco", "local-sgd", "overlap-local-sgd"}
     assert "UpdateOptimizer" not in recommend(situation("muon")).text
 
 
@@ -274,7 +284,7 @@ IN_DDP = {"dense", "dense in bf16", "dense-int8", "powersgd rank=2", "powersgd r
 def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimizer, name, one_process):
     plan, model = planned(optimizer, name), model_of()
     inner, ddp = inner_of(optimizer, model), DistributedDataParallel(model)
-    if name not in IN_DDP and (optimizer != "sgd" or plan.situation.sends_updates):
+    if name not in IN_DDP and (optimizer != "sgd" or plan.situation.sends_updates or name in BY_NAME):
         with pytest.raises(ValueError, match="give the module itself"):
             plan.apply(ddp, inner, steps=10)
         return

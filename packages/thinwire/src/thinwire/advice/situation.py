@@ -106,13 +106,16 @@ class Situation:
         return sorted((step._replace(mean=self._mean(step)) for step in steps), key=lambda step: step.mean)
 
     def _others(self) -> list[Step]:
-        """Ways that select no entries. What is exchanged after a block of steps is not hidden."""
+        """Ways that select no entries. What is exchanged after a block is hidden by the steps of the next, or not."""
         found = []
         for way in WAYS:
             if way.name in self.work and self.optimizer in way.optimizers:
                 p = way.predict(self.shapes, size=self.ranks, link=self.link, work=self.work[way.name])
                 hidden = self.hidden if way.every == 1 else 0.0
-                found.append(Step(p, prediction.step_seconds(p, compute=self.compute, backward=hidden), 0.0))
+                seconds = prediction.step_seconds(p, compute=self.compute, backward=hidden)
+                if way.hides:
+                    seconds -= min(self.compute, p.latency + p.transfer)
+                found.append(Step(p, seconds, 0.0))
         return found
 
     def _mean(self, step: Step) -> float:

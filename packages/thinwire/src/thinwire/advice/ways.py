@@ -1,7 +1,8 @@
 """Ways to train that select no entries: what each sends, what it costs a rank, how it is made, and what to write.
 
 A way is advised where the record of `python -m bench convergence` knows how it learns, with the settings that stand
-here. Those of the periodic ones: MuLoCo (Thérien et al., 2025), SparseLoCo (Sarfi et al., 2025).
+here. Those of the periodic ones: MuLoCo (Thérien et al., 2025), SparseLoCo (Sarfi et al., 2025), post-local SGD (Lin
+et al., 2020), Overlap-Local-SGD (Wang et al., 2020).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from communicators import Communicator, Link, SimulatedWorld
 from data_parallel import DistributedOptimizer, powersgd_sent
-from local_sgd import DiLoCo, SparseLoCo
+from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo
 from sparse_collectives import Prediction, Traffic, prediction
 from torch import nn
 from torch.optim import Optimizer
@@ -24,9 +25,11 @@ from torch.optim import Optimizer
 Shapes = Sequence[torch.Size]
 ADAMS, ALL = ("adam", "adamw"), ("sgd", "adam", "adamw", "muon")
 WARM_UP = 10
-"""A tenth of the steps is dense before PowerSGD begins."""
+"""A tenth of the steps is dense before PowerSGD begins, and before models are averaged every few steps."""
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 OUTER_CODE = "partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)"
+MEAN, MEAN_CODE = partial(torch.optim.SGD, lr=1.0), "partial(torch.optim.SGD, lr=1.0)"
+"""Outer optimizer that takes the mean as it is."""
 CHUNK, SPARSELOCO_DENSITY = 4096, 0.021
 SIDE = 1024
 """Parameters of which no shapes are known are taken for matrices of so many rows and columns."""
@@ -50,7 +53,8 @@ class Way:
     sent: (rank, size, shapes) -> traffic of an exchange. make: (optimizer, model, comm, steps=, every=) -> the wrapped
     optimizer; steps: of the training. code: the same as text. hook: that of DDP as text, where there is one; settings:
     (steps) -> its own. every: steps between two exchanges. density: share of elements that is sent.
-    gathers: whether a rank gets a message of each other one, so that its work grows with the ranks.
+    gathers: whether a rank gets a message of each other one, so that its work grows with the ranks. hides: whether the
+    exchange goes on during the steps of the next block.
     dense_share: share of the steps that are dense first. rate: factor for the learning rate of Adam. optimizers: inner
     ones that it is for.
     """
@@ -65,6 +69,7 @@ class Way:
     every: int = 1
     density: float = 1.0
     gathers: bool = False
+    hides: bool = False
     dense_share: float = 0.0
     rate: float = 1.0
     optimizers: tuple[str, ...] = ALL
@@ -122,12 +127,41 @@ def _weights(rank: int, size: int) -> Traffic:
     return Traffic.allreduce(16, rank, size, 8)
 
 
-def _diloco(every: int, compress: str | None = None, *, rate: float = 1.0) -> Way:
-    def sent(rank: int, size: int, shapes: Shapes) -> Traffic:
-        if compress is None:
-            return Traffic.allreduce(4 * elements(shapes), rank, size, 4)
-        return Traffic.total(Traffic.quantised(elements(shapes), rank, size, bits=2), _weights(rank, size))
+def _model_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
+    return Traffic.allreduce(4 * elements(shapes), rank, size, 4)
 
+
+def _few_bits_sent(bits: int, rank: int, size: int, shapes: Shapes) -> Traffic:
+    return Traffic.total(Traffic.quantised(elements(shapes), rank, size, bits=bits), _weights(rank, size))
+
+
+def _local(*, int8: bool = False) -> Way:
+    """Averages after every step at first, after every fourth later."""
+    options = {"sync_every": 4} | ({"compress": "int8"} if int8 else {})
+    every = "lambda step: 4 if step >= STEPS // 10 else 1"
+
+    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
+        own: dict[str, Any] = {"outer": MEAN, "compress": "int8"} if int8 else {}
+        kind = DiLoCo if int8 else LocalSGD
+        blocks = lambda step: every if step >= steps // WARM_UP else 1  # noqa: E731
+        return kind(optimizer, model=model, comm=comm, sync_every=blocks, **own)
+
+    code = f"LocalSGD(OPTIMIZER, model=model, sync_every={every})"
+    if int8:
+        code = f'DiLoCo(OPTIMIZER, model=model, sync_every={every}, outer={MEAN_CODE}, compress="int8")'
+    sent = partial(_few_bits_sent, 8) if int8 else _model_sent
+    return Way("local-sgd", sent, make, code, options=options, every=4, dense_share=1 / WARM_UP)
+
+
+def _overlap() -> Way:
+    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
+        return OverlapLocalSGD(optimizer, model=model, comm=comm, sync_every=every)
+
+    code = "OverlapLocalSGD(OPTIMIZER, model=model, sync_every=4)"
+    return Way("overlap-local-sgd", _model_sent, make, code, options={"sync_every": 4}, every=4, hides=True)
+
+
+def _diloco(every: int, compress: str | None = None, *, rate: float = 1.0) -> Way:
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         return DiLoCo(optimizer, model=model, comm=comm, sync_every=every, outer=OUTER, compress=compress)
 
@@ -135,6 +169,7 @@ def _diloco(every: int, compress: str | None = None, *, rate: float = 1.0) -> Wa
     more = "" if compress is None else f', compress="{compress}"'
     code = f"DiLoCo(OPTIMIZER, model=model, sync_every={every}, outer={OUTER_CODE}{more})"
     settings: dict[str, Any] = {"options": {"sync_every": every, **also}, "every": every, "rate": rate}
+    sent = _model_sent if compress is None else partial(_few_bits_sent, 2)
     return Way("diloco", sent, make, code, optimizers=(*ADAMS, "muon"), **settings)
 
 
@@ -158,6 +193,9 @@ def _sparse_loco(every: int) -> Way:
 WAYS: tuple[Way, ...] = (
     _compressed("dense-int8", lambda rank, size, shapes: Traffic.quantised(elements(shapes), rank, size)),
     *(_compressed("powersgd", partial(_power_sgd_sent, columns), rank=columns) for columns in (2, 4)),
+    _local(),
+    _local(int8=True),
+    _overlap(),
     _diloco(5),
     _diloco(30, rate=0.5),
     _diloco(30, "int2", rate=0.5),
