@@ -25,7 +25,7 @@ def test_examples_run(page, forked, tmp_path):
         pytest.skip("torch.optim.Muon came with torch 2.9")
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks))
-    [done] = forked([script], [{}], 120, tmp_path)
+    [done] = forked([script], [{}], 280, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
