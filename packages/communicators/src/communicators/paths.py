@@ -19,7 +19,7 @@ class Paths:
     """Paths between all ranks: (source, target) -> `Path`, so that a `SimulatedWorld` takes it.
 
     Attributes:
-        alpha: Seconds per message, [source][target].
+        alpha: Seconds per message, `[source][target]`.
         up: Seconds per byte that each rank sends.
         down: Seconds per byte that each rank receives.
     """

@@ -155,7 +155,7 @@ class EagerSGD(Wrapping):
 
             - steps: Gradients that this rank has given.
             - rounds: Rounds that were applied; gradients: those in them, of all ranks, each from the first step of the
-              training on.
+                training on.
             - bytes_dense: Bytes that an allreduce of as many gradients would have sent at best: 2(P − 1)/P of them.
         """
         now, size = (self._elastic or self._rounds).stats(), self.comm.size

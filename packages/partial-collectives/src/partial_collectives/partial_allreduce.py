@@ -291,7 +291,7 @@ class PartialAllreduce:
 
             - rounds: Rounds that are over on this rank, from the first of the training on.
             - late_seconds_of_R: Seconds from the beginning of a round to the arrival of rank R, in the median of the
-              last rounds, below 0 where it comes early; one for each rank.
+                last rounds, below 0 where it comes early; one for each rank.
             - residual_norm: The 2-norm of the residuals, with `compress`. Takes one pass over them.
         """
         exchanging, waited = self._rounds.seconds()

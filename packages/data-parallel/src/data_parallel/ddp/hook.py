@@ -327,7 +327,7 @@ class SparseHookState:
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
             - verified_step, verified_hash: Step of the last comparison by `verify`, where there was one, and 48 bits of
-              the parameters' hash then, which are the same on all ranks.
+                the parameters' hash then, which are the same on all ranks.
         """
         if self._exchange is None:  # before the first step: the ranks are not looked up for this
             return Stats({"steps": 0, "skipped": 0})

@@ -110,9 +110,9 @@ class HsdpState:
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of the residuals of this rank's parts. Takes one pass over them.
             - verified_step, verified_hash: Step of the last comparison by `verify`, where there was one, and 48 bits of
-              the parameters' hash then, which are the same on all ranks.
+                the parameters' hash then, which are the same on all ranks.
             - rank, ranks: Of all nodes, as in the whole world where a node's ranks follow one another; peers that are
-              awaited are nodes.
+                awaited are nodes.
             - part: Place of this rank inside its node, of whose part of each parameter all this is.
         """
         nodes, node = self._comm, self._inside
