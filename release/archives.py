@@ -10,7 +10,7 @@ from email.message import Message
 from email.parser import Parser
 from pathlib import Path, PurePosixPath
 
-from release.packages import ROOT, Package
+from release.packages import ROOT, Package, name_of, packages
 
 HOME = "https://github.com/thinwire-project/thinwire"
 """Where the tree is published; each pyproject.toml says so once more, as its files cannot share a line."""
@@ -94,8 +94,14 @@ def _undescribed(package: Package, metadata: Message) -> Iterator[str]:
     for begin in ("Development Status", "Intended Audience", "Programming Language :: Python :: 3.11", "Typing"):
         if not any(classifier.startswith(begin) for classifier in classifiers):
             yield f"has no classifier {begin}"
+    for line in metadata.get_all("Requires-Dist", []):
+        if name_of(line) in packages() and ">=" not in line and ".dev" not in metadata["Version"]:
+            yield f"takes any {line}, of which it was tested with one"
     urls = dict(url.split(", ", 1) for url in metadata.get_all("Project-URL", []))
     for name in ("Homepage", "Documentation", "Changelog", "Issues"):
         if not urls.get(name, "").startswith(HOME):
             yield f"says no {name} at {HOME}"
-    yield from broken_links(str(metadata.get_payload()), f"{HOME}/blob/{package.name}-v{metadata['Version']}/")
+    page = str(metadata.get_payload())
+    if path := re.search(r"\./(?:packages|apps)/\S*", page):
+        yield f"its page names {path[0]}, which is not on an index"
+    yield from broken_links(page, f"{HOME}/blob/{package.name}-v{metadata['Version']}/")

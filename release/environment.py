@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import distribution
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 
@@ -17,23 +17,47 @@ class ReleaseError(Exception):
 class Environment:
     """A virtual environment without pip; what another one holds may lie beneath it."""
 
-    def __init__(self, folder: Path, *, beneath: Path | None = None) -> None:
-        """Makes it in `folder`; what the folder `beneath` holds can be imported, and counts as installed."""
+    def __init__(
+        self, folder: Path, *, beneath: Path | None = None, index: str | None = None, bare: bool = False
+    ) -> None:
+        """Makes it in `folder`; what the folder `beneath` holds can be imported, and counts as installed.
+
+        index: address of the only index that pip asks; pip's own settings without one.
+        bare: its programs, and what builds for it, find no others: no compiler, and no MPI.
+        """
         self.folder = folder
+        self._variables = {"PATH": str(folder / "bin"), "CC": "/nowhere/cc"} if bare else {}
+        self._only = [] if index is None else ["--isolated", "--no-cache-dir", "--index-url", index]
         run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
         [self.packages] = folder.glob("lib/python*/site-packages")
         if beneath is not None:
             (self.packages / "beneath.pth").write_text(f"{beneath}\n")
 
-    def install(self, *words: str, variables: Mapping[str, str] | None = None) -> None:
-        """By this environment's pip, with its settings; under these environment variables too."""
+    def install(self, *words: str) -> None:
+        """Installs with the pip that runs this, asking this environment's index alone where it has one."""
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        to = ["--python", str(self.folder / "bin" / "python"), "install", "--prefer-binary"]
-        run([*pip, *to, *words], variables=variables)
+        to = ["--python", str(self.folder / "bin" / "python"), "install", "--prefer-binary", *self._only]
+        run([*pip, *to, *words], variables=self._variables | ({"PIP_CONFIG_FILE": os.devnull} if self._only else {}))
 
     def run(self, *words: str, timeout: float = 300) -> str:
         """What a program of its own writes; its working folder is the environment's."""
-        return run([str(self.folder / "bin" / words[0]), *words[1:]], folder=self.folder, timeout=timeout)
+        command = [str(self.folder / "bin" / words[0]), *words[1:]]
+        return run(command, folder=self.folder, timeout=timeout, variables=self._variables)
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the distributions that were installed into it, by name.
+
+        Raises:
+            ReleaseError: There is one twice, or a file that none of them put there.
+        """
+        found = list(distributions(path=[str(self.packages)]))
+        installed = {each.name: each.version for each in found}
+        owned = {Path(str(file.locate())).resolve() for each in found for file in each.files or ()}
+        there = {path.resolve() for path in self.packages.rglob("*") if path.is_file()}
+        foreign = [str(path) for path in there - owned if path.suffix not in (".pyc", ".pth")]
+        if foreign or len(installed) < len(found):
+            raise ReleaseError(f"{self.folder} holds {[each.name for each in found]}, and of none of them: {foreign}")
+        return installed
 
 
 def run(

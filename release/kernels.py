@@ -9,7 +9,6 @@ from release.environment import Environment, ReleaseError, linked
 from release.packages import Package, build, wheel_of
 
 PURE = {"SPARSE_COMPRESS_NATIVE": "0"}
-NO_COMPILER = {"CC": "/nowhere/cc"}
 BUILDS = ("hatchling", "hatch-vcs", "hatch-fancy-pypi-readme")
 NUMPY = "on a CPU NumPy: installed without a compiled file"
 
@@ -26,10 +25,10 @@ def check_ways(package: Package, native: Path, folder: Path, torch: Path) -> Ite
     pure = build(package, folder / "dist", variables=PURE)
     source = next(str(path) for path in pure if path.name.endswith(".tar.gz"))
     yield _said("pure", wheel_of(pure), folder, torch, NUMPY)
-    from_source = Environment(folder / "source", beneath=torch)
+    from_source = Environment(folder / "source", beneath=torch, bare=True)
     builders = linked(folder / "builders", *BUILDS)
     (from_source.packages / "builders.pth").write_text(f"{builders}\n")
-    from_source.install("--no-build-isolation", source, variables=NO_COMPILER)
+    from_source.install("--no-build-isolation", source)
     yield _uses("source", from_source, NUMPY)
 
 
