@@ -269,9 +269,9 @@ class OuterRounds(Driver):
                 f"{self._cut}; make the {self.what} with the same bucket_bytes and fragments"
             )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         """Restores the rounds besides; of a drained state, in which nothing is under way, number and own residuals."""
-        super().load_state_dict(state)
+        super()._load(state)
         self._ended = False
         if self._elastic is not None:
             self._go_on(self._elastic, state)

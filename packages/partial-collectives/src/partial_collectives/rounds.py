@@ -231,6 +231,11 @@ class PartialRounds:
 
     def _on_signal(self, source: int, value: int) -> None:
         round_, kind = divmod(value, KINDS)
+        if kind not in tuple(Kind) or (kind in (Kind.OVER, Kind.GRACE_OVER) and source != self._comm.rank):
+            raise CollectiveError(
+                f"rank {source} sent {value}, which no rank says to another in partial rounds: do all ranks run the "
+                "same version?"
+            )
         self._answered.add(source)
         with self._lock:
             if kind == Kind.OVER:
