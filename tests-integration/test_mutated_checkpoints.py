@@ -58,7 +58,7 @@ MADE = {
     "SparseLoCo": local(SparseLoCo, sync_every=2),
     "DiLoCo by rounds": local(DiLoCo, sync_every=2, allreduce=PartialAllreduce),
 }
-CASES = 1800 // (len(MADE) + 2)
+CASES = 1900 // (len(MADE) + 2)
 NAMED_LATER = (
     r"are not finite|is not finite|the parameters are not those that the loaded state was saved with|capturable"
 )

@@ -2,7 +2,7 @@
 
 from replicas.averaging import Buffers, average_tensors, broadcast_parameters, broadcast_tensors, restored
 from replicas.elastic_rounds import ElasticRounds
-from replicas.loading import check_like, check_tensor, is_dense, wholly
+from replicas.loading import check_like, is_dense, wholly
 from replicas.muon_adamw import MuonAdamW
 from replicas.parameters import check_named_parameters
 from replicas.process_group import default_group
@@ -26,7 +26,6 @@ __all__ = [
     "check_loaded",
     "check_named_parameters",
     "check_saved_by",
-    "check_tensor",
     "default_group",
     "foreseen_state",
     "gathered_state",

@@ -26,6 +26,13 @@ WORDS = range(-(1 << 63), 1 << 63)
 def wholly(holder: Any, what: str, state: Any) -> Iterator[None]:
     """Context in which an object loads a state: wholly, or by an error not at all.
 
+        def load_state_dict(self, state):
+            with wholly(self, "a MeanOptimizer", state):
+                check_like(state, {"steps": 0, "mean": self.mean}, "")
+                load_into(self.optimizer, state["wrapped"])
+                self.steps, mean = state["steps"], state["mean"]
+                self.mean.copy_(mean)  # last
+
     Attributes of the object, and of all of ours, optimizers and schedulers that hang on it, are put back after an
     error; tensors that are written in place must be written last.
 
@@ -82,7 +89,7 @@ def _put_back(held: Any, content: Any) -> None:
 
 
 def check_like(given: Any, like: Any, where: str) -> None:
-    """Raises ValueError unless each value is of the same kind as in a state of this object's own.
+    """Checks that each value is of the same kind as in a state of this object's own.
 
     Whole numbers count from 0 where the own one does; a tensor has the own one's shape, a list any length. What only
     the given state has is not looked at.
@@ -91,6 +98,9 @@ def check_like(given: Any, like: Any, where: str) -> None:
         given: State.
         like: Own state, of plain values and tensors.
         where: Name of the place, for errors.
+
+    Raises:
+        ValueError: One is not, or is missing.
     """
     if isinstance(like, Mapping):
         if not isinstance(given, Mapping):
@@ -105,7 +115,7 @@ def check_like(given: Any, like: Any, where: str) -> None:
         for one in given if like else ():
             check_like(one, like[0], f"an entry of {where}")
     elif isinstance(like, Tensor):
-        check_tensor(given, like, where)
+        _check_tensor(given, like, where)
     elif like is None:
         if isinstance(given, str | bytes | Mapping):
             raise _unlike(where, given, "None or a number")
@@ -123,8 +133,8 @@ def check_like(given: Any, like: Any, where: str) -> None:
         raise _unlike(where, given, "a text")
 
 
-def check_tensor(given: Any, like: Tensor, where: str) -> None:
-    """Raises ValueError unless it is a dense tensor of the same shape, floating-point where the own one is."""
+def _check_tensor(given: Any, like: Tensor, where: str) -> None:
+    """Refuses, by a ValueError, all but a dense tensor of the same shape, floating-point where the own one is."""
     if not is_dense(given):
         raise _unlike(where, given, "a dense tensor")
     if given.shape != like.shape or given.is_floating_point() != like.is_floating_point():
@@ -133,7 +143,14 @@ def check_tensor(given: Any, like: Tensor, where: str) -> None:
 
 
 def is_dense(given: Any) -> bool:
-    """Whether it is a tensor with memory of its own for every element."""
+    """Whether it is a tensor with memory of its own for every element.
+
+        if not all(map(is_dense, state["residuals"].values())):
+            raise ValueError("the residuals were damaged")
+
+    Args:
+        given: Anything.
+    """
     return (
         isinstance(given, Tensor)
         and given.layout == torch.strided
