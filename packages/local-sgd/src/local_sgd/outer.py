@@ -92,8 +92,6 @@ class OuterStep(Rule):
         """Raises ValueError for a state that does not fit; changes nothing."""
         state = state["outer"]
         check_like(state, {"state": {"state": {}, "param_groups": [{"params": []}]}, "steps": 0}, "outer")
-        if self.scheduler is not None and "scheduler" in state:
-            check_like(state["scheduler"], self.scheduler.state_dict(), "the outer scheduler")
         if ("scheduler" in state) != (self.scheduler is not None):
             raise ValueError(
                 f"the state is of an outer optimizer with{'' if 'scheduler' in state else 'out'} a scheduler"
@@ -110,7 +108,7 @@ class OuterStep(Rule):
         loaded = check_loaded(state["state"], state["held"])
         load_into(self.outer, copy.deepcopy(loaded))  # torch would go on in the given tensors
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            load_into(self.scheduler, state["scheduler"])
         self._steps = state["steps"]
 
 

@@ -251,7 +251,7 @@ class EagerSGD(Wrapping):
             raise ValueError(
                 "the state was not taken over an Elastic after synchronize(): take it there, before a step"
             )
-        check_like(own, {**self.shared_state(), "rounds": {"machine": {"round": 0}}}, "")
+        check_like(own, {"applied": 0, "gradients": 0, "rounds": {"machine": {"round": 0}}}, "")
         load_into(self.optimizer, wrapped)
         self.load_shared_state(own)
         self._known = None
@@ -270,7 +270,7 @@ class EagerSGD(Wrapping):
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self.applied, self.gradients = state["applied"], state["gradients"]
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            load_into(self.scheduler, state["scheduler"])
 
     def __enter__(self) -> Self:
         return self

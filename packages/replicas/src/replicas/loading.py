@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from communicators import CollectiveError
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor, nn
 
 from replicas.states import check_is_state
 
@@ -33,8 +31,8 @@ def wholly(holder: Any, what: str, state: Any) -> Iterator[None]:
                 self.steps, mean = state["steps"], state["mean"]
                 self.mean.copy_(mean)  # last
 
-    Attributes of the object, and of all of ours, optimizers and schedulers that hang on it, are put back after an
-    error; tensors that are written in place must be written last.
+    Attributes of the object, and of all of ours and all with `load_state_dict` that hang on it, are put back after an
+    error, but for modules; tensors that are written in place must be written last.
 
     Args:
         holder: Object that loads.
@@ -47,7 +45,9 @@ def wholly(holder: Any, what: str, state: Any) -> Iterator[None]:
     """
     check_is_state(state)
     before: dict[int, tuple[Any, Any]] = {}
-    _note(holder, before)
+    before[id(holder)] = holder, dict(vars(holder))
+    for held in vars(holder).values():
+        _note(held, before)
     try:
         yield
     except Exception as error:
@@ -68,15 +68,18 @@ def _note(held: Any, before: dict[int, tuple[Any, Any]]) -> None:
         parts: Iterable[Any] = held.values() if isinstance(held, dict) else held
     elif isinstance(held, tuple):
         parts = held
-    elif isinstance(held, Optimizer | LRScheduler) or type(held).__module__.startswith(OURS):
-        if not hasattr(held, "__dict__"):
-            return
+    elif hasattr(held, "__dict__") and (type(held).__module__.startswith(OURS) or _loads(held)):
         before[id(held)] = held, dict(vars(held))
         parts = vars(held).values()
     else:
         return
     for part in parts:
         _note(part, before)
+
+
+def _loads(held: Any) -> bool:
+    """Whether it has state of its own to load, as an optimizer, a scheduler or a user's compressor; no module."""
+    return hasattr(type(held), "load_state_dict") and not isinstance(held, nn.Module)
 
 
 def _put_back(held: Any, content: Any) -> None:
@@ -88,7 +91,7 @@ def _put_back(held: Any, content: Any) -> None:
         kept.update(content)
 
 
-def check_like(given: Any, like: Any, where: str) -> None:
+def check_like(given: Any, like: Any, where: str, *, settings: bool = False) -> None:
     """Checks that each value is of the same kind as in a state of this object's own.
 
     Whole numbers count from 0 where the own one does; a tensor has the own one's shape, a list any length. What only
@@ -98,6 +101,8 @@ def check_like(given: Any, like: Any, where: str) -> None:
         given: State.
         like: Own state, of plain values and tensors.
         where: Name of the place, for errors.
+        settings: Whether these are settings and not counts, as in an optimizer's groups or a scheduler: 0 and 0.5 are
+            of one kind then, and dicts in them may have other keys.
 
     Raises:
         ValueError: One is not, or is missing.
@@ -108,12 +113,13 @@ def check_like(given: Any, like: Any, where: str) -> None:
         if lacking := [key for key in like if key not in given]:
             raise ValueError(f"{where} lacks {lacking}: it was damaged or cut")
         for key, value in like.items():
-            check_like(given[key], value, f"{where}, {key}" if where else str(key))
+            of_its_own = {} if settings and isinstance(value, Mapping) else value
+            check_like(given[key], of_its_own, f"{where}, {key}" if where else str(key), settings=settings)
     elif isinstance(like, list | tuple):
         if not isinstance(given, list | tuple):
             raise _unlike(where, given, "a list")
         for one in given if like else ():
-            check_like(one, like[0], f"an entry of {where}")
+            check_like(one, like[0], f"an entry of {where}", settings=settings)
     elif isinstance(like, Tensor):
         _check_tensor(given, like, where)
     elif like is None:
@@ -122,10 +128,10 @@ def check_like(given: Any, like: Any, where: str) -> None:
     elif isinstance(like, bool) or isinstance(given, bool):
         if type(given) is not type(like):
             raise _unlike(where, given, f"a {type(like).__name__}")
-    elif isinstance(like, int):
+    elif isinstance(like, int) and not settings:
         if not isinstance(given, int) or given not in (COUNTS if like >= 0 else WORDS):
             raise _unlike(where, given, "a whole number")
-    elif isinstance(like, float):
+    elif isinstance(like, int | float):
         number = isinstance(given, float) or (isinstance(given, int) and given in WORDS)
         if not number or (given != given and like == like):
             raise _unlike(where, given, "a number")

@@ -60,19 +60,30 @@ def check_loaded(state: Mapping[str, Any], held: Any) -> dict[str, Any]:
     return state
 
 
-def load_into(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads a state into an optimizer, and checks what torch would only find at the next step, or never.
+def load_into(held: Any, state: Mapping[str, Any]) -> None:
+    """Loads a state into an optimizer or a scheduler, and checks what torch would only find at the next step, or never.
 
     For `wholly`, which puts the old state back.
 
     Args:
-        optimizer: Optimizer.
+        held: Optimizer or scheduler.
         state: Its state_dict.
 
     Raises:
-        ValueError: Settings of groups are missing or of another kind, or state by parameter is: in torch's own
-            optimizers also tensors of other shapes.
+        ValueError: Settings are missing or of another kind, or state by parameter is: in torch's own optimizers also
+            tensors of other shapes.
     """
+    if isinstance(held, Optimizer):
+        _load_optimizer(held, state)
+        return
+    check_like(state, {}, "the scheduler's state")
+    own = held.state_dict().items()  # of private ones, every version of torch has others
+    like = {key: value for key, value in own if key in state or not key.startswith("_")}
+    check_like(state, like, "the scheduler's state", settings=True)
+    held.load_state_dict(dict(state))
+
+
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     check_like(state, {"state": {}, "param_groups": [{"params": []}]}, "the wrapped optimizer's state")
     saved = [number for group in state["param_groups"] for number in group["params"]]
     if len(set(saved)) < len(saved) or not all(isinstance(state["state"].get(number, {}), dict) for number in saved):
@@ -83,7 +94,7 @@ def load_into(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         numbers = {key: held for key, held in own.items() if key in optimizer.defaults}
         either = {key for key in numbers if isinstance(numbers[key], Tensor) or isinstance(group.get(key), Tensor)}
         like = {key: None if key in either else held for key, held in numbers.items()}
-        check_like(group, like, "a group of the wrapped optimizer")
+        check_like(group, like, "a group of the wrapped optimizer", settings=True)
         if wrong := [key for key in either if isinstance(group[key], Tensor) and group[key].numel() != 1]:
             raise ValueError(f"{wrong} of a group of the wrapped optimizer are tensors, expected one number each")
     foreseen = _shapes_after_a_step(optimizer)
