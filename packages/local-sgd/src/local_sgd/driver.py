@@ -304,6 +304,10 @@ class Driver:
         for part in self.parts:
             for name in self.rule.kept:
                 part[name].copy_(part.flat_of(state["kept"][name]))
+        self._go_on(state)
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Goes on with others from a state that was loaded."""
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.block.load_state_dict(state["block"])
