@@ -47,7 +47,7 @@ def main(which: str, *names: str) -> None:
             examples = examples[:1]
         space: dict[str, object] = {"__name__": "__main__"}
         for number, example in enumerate(examples, 1):
-            exec(compile(example, f"<{name}, example {number}>", "exec"), space)
+            exec(compile(example, f"<{name}, example {number}>", "exec"), space)  # noqa: S102 - examples of our own READMEs
         version = metadata(name)["Version"]
         print(f"{name} {version}: {len(examples)} examples, {left_out} modules wait for an extra")
 

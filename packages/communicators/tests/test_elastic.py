@@ -100,7 +100,7 @@ def test_no_boundary_inside_an_exchange():
 
 
 def test_a_record_is_read_as_it_was_written():
-    record = board.Record(3, ("a", "b"), ("b",), 7, (1, 2))
+    record = board.Record(3, ("a", "b"), ("b",), 7, (1, 2), (1, 1))
     assert board.Record.of(record.text()) == record
     assert board.Record.of("") == board.Record()
 
@@ -225,7 +225,7 @@ def test_who_is_taken_for_a_newcomer_though_it_was_in_the_group_is_left_out():
         assert elastic.size == 1
         (name,) = elastic.members
         old = elastic._board.record()
-        others = board.Record(3, ("other", name), (name,), drawn=(0,), run=old.run, alike=old.alike)
+        others = board.Record(3, ("other", name), (name,), drawn=(0,), committed=(0,), run=old.run, alike=old.alike)
         elastic._board.swap(board.RECORD, old.text(), others.text())
         with pytest.raises(LeftOutError, match=name):
             elastic._regroup(elastic.clock())

@@ -17,7 +17,7 @@ from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.checkpoint import Manifest, State, file_name, load, mean_of
 from thinwire_trainer.records.run_folder import RunFolder
-from thinwire_trainer.training.replica import Position, Replica, Totals
+from thinwire_trainer.training.replica import Position, Replica, Totals, counted
 
 StepsOf = Callable[[int], int]
 LONGER = (
@@ -124,7 +124,7 @@ def _read(chosen: Path, manifest: Manifest, rank: int, options: Options, steps_p
     path = chosen / file_name(rank)
     with _fitting(path):
         state = load(chosen, manifest, rank)
-        position = Position(**state["position"])
+        position = counted(Position, state["position"])
     if position.taken(steps_per_epoch) != manifest.step or position.step >= steps_per_epoch:
         raise DamagedError(f"{path} does not fit this run ({position} is not that of step {manifest.step})")
     if position.epoch > options.max_epochs:

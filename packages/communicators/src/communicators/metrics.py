@@ -159,7 +159,7 @@ class Snapshots:
 
 
 @contextmanager
-def serving(snapshots: Snapshots, port: int = PORT, *, address: str = "0.0.0.0") -> Iterator[int]:
+def serving(snapshots: Snapshots, port: int = PORT, *, address: str = "0.0.0.0") -> Iterator[int]:  # noqa: S104 - Prometheus runs elsewhere
     """Serves the last snapshot to Prometheus inside the block, as http://HOST:PORT/metrics.
 
     Args:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, allreduce
+from replicas import check_like
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -74,6 +75,7 @@ class AdamStepCorrection:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads from a mapping that contains a `state_dict`; starts afresh if that was empty."""
         own = state.get("own_noise", {"sums": torch.zeros(2, dtype=torch.float64), "looks": _no_looks()})
+        check_like(own, {"sums": self._sums, "looks": self._looks}, "own_noise")
         self._sums, self._looks = own["sums"].cpu().clone(), own["looks"].cpu().clone()
 
     @torch.no_grad()

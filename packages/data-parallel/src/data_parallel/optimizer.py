@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 import torch
 from communicators import Stats, buckets_of
-from replicas import STATE_KEY, Wrapping, check_loaded
+from replicas import STATE_KEY, Wrapping, check_loaded, load_into, wholly
 from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
@@ -195,17 +195,23 @@ class ExchangingOptimizer(Wrapping):
             RuntimeError: Gradients are under way.
         """
         self.refuse_to_load()
-        state_dict, own = self._exchange.own(state_dict, {name: p.shape for name, p in self._sent.items()})
-        wrapped = check_loaded({key: held for key, held in state_dict.items() if key != STATE_KEY}, own.get("wrapped"))
-        check_groups(wrapped, self.optimizer)
-        self._load(own, wrapped)
-        self.optimizer.load_state_dict(wrapped)
+        self._refuse_load()
+        with wholly(self, self.what, state_dict):
+            state, own = self._exchange.own(state_dict, {name: p.shape for name, p in self._sent.items()})
+            wrapped = check_loaded({key: held for key, held in state.items() if key != STATE_KEY}, own.get("wrapped"))
+            check_groups(wrapped, self.optimizer)
+            self._load(own, wrapped)
+            load_into(self.optimizer, wrapped)
 
     def shared_state(self) -> dict[str, Any]:
         return self._exchange.shared_state()
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._exchange.load_shared(state)
+
+    def _refuse_load(self) -> None:
+        """Raises RuntimeError while a step is under way."""
+        self._refuse_mid_step("load_state_dict()")
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
         """Loads the exchange's part. wrapped: the optimizer's, which is loaded next."""
@@ -424,8 +430,10 @@ class DistributedOptimizer(ExchangingOptimizer):
         if self._synchronized or self._order.under_way:
             raise RuntimeError(f"{what} while a step is under way: call it after step()")
 
-    def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
+    def _refuse_load(self) -> None:
         if self._order.under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
+
+    def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
         super()._load(own, wrapped)
         self._synchronized = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator
-from replicas import STATE_KEY, check_saved_by, saved_by, state_of_rank, states_of_ranks
+from replicas import STATE_KEY, check_like, check_saved_by, is_dense, saved_by, state_of_rank, states_of_ranks
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,7 +40,13 @@ def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str
         advice=CARRY,
         one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
     )
-    return state, _whole(own)
+    own = _whole(own)
+    plain = {"algorithm": "", "algorithm_state": [], "steps": 0, "skipped": 0, **{kind: {} for kind in ERROR_STATE}}
+    check_like(own, {key: like for key, like in plain.items() if key in own}, "")
+    for kind in ERROR_STATE:
+        if wrong := [name for name, held in own[kind].items() if not (is_dense(held) and held.is_floating_point())]:
+            raise ValueError(f"{kind} of {wrong} are no dense floating-point tensors: the state was damaged")
+    return state, own
 
 
 def check_sent(own: Mapping[str, Any], sends: str) -> None:

@@ -194,7 +194,6 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._step_correction.load_state_dict(state)
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
-        self._refuse_mid_step("load_state_dict()")
         self._cut_by_rates(wrapped["param_groups"])
         super()._load(own, wrapped)
         self._step_correction.load_state_dict(own)

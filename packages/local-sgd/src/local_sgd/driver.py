@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from communicators import Communicator, run, schedules
-from replicas import Buffers, Wrapping, average_tensors, refuse_unlike
+from replicas import Buffers, Wrapping, average_tensors, check_like, refuse_unlike
 from torch import Tensor
 
 from local_sgd.at_rest import AtRest
@@ -269,6 +269,17 @@ class Driver:
             )
         if lacking := [key for key in self.needs if key not in state]:
             raise ValueError(f"the state lacks {lacking}: it was cut, or is of other settings of {self.what}")
+        plain = {
+            "turn": 0,
+            "launched": 0,
+            "drained": False,
+            "parameters": -1,
+            "rates": [0.0],
+            "block": self.block.state_dict(),
+        }
+        check_like({"turn": 0, "launched": 0, **state}, plain, "")
+        rounded = [part for part in self.parts if part.remainder is not None]
+        refuse_other_shapes("remainders", state.get("remainders", {}), rounded)
         for name in self.rule.kept:
             refuse_other_shapes(name, state["kept"].get(name, {}), self.parts)
         if len(state["rates"]) != (groups := len(self.owner.param_groups)):
@@ -288,11 +299,19 @@ class Driver:
             fragment.check(exchange)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state that `check` accepted."""
-        self.block.load_state_dict(state["block"])
+        """Restores a state that `check` accepted; what is written in place last, where nothing can fail any more."""
+        self._load(state)
         for part in self.parts:
             for name in self.rule.kept:
                 part[name].copy_(part.flat_of(state["kept"][name]))
+        self._go_on(state)
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Goes on with others from a state that was loaded."""
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.block.load_state_dict(state["block"])
+        for part in self.parts:
             if part.remainder is not None:
                 part.remainder = part.flat_of(state["remainders"])
             part.last_rate = state["rates"][part.group]

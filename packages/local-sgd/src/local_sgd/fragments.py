@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from replicas import check_like
 from torch import Tensor, nn
 
 from local_sgd.averaging import Arrived, Averaging
@@ -49,6 +50,10 @@ class Fragment:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for a state that does not fit; changes nothing."""
+        if self.apart:
+            check_like(state, {"names": [""], "done": 0, "weight": 0.0, "launched": False, "due": 0.0}, "a fragment")
+        if self.apart or self.rule.overlaps:
+            check_like(state["arrived"], {"means": {}, "weight": 0.0, "unfinished": -1, "since": ""}, "arrived")
         if self.apart and sorted(state["names"]) != sorted(self.names):
             raise ValueError(f"the state is of a fragment of {state['names']}, this one is of {self.names}")
         if self.apart or self.rule.overlaps:

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 from communicators import Communicator, allgather, as_communicator
+from replicas import check_like
 
 from local_sgd.averaging import Averaging, refuse_nonfinite
 from local_sgd.compression import Compression
@@ -82,9 +83,13 @@ class TwoLevels(Driver):
         del waits
         return {**super().state_dict(), "near": {"met": self._met, "block": self._near.state_dict()}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores that position besides."""
-        super().load_state_dict(state)
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError also for a position that is none."""
+        super().check(state)
+        check_like(state["near"], {"met": 0, "block": self._near.state_dict()}, "near")
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        super()._load(state)
         self._met = state["near"]["met"]
         self._near.load_state_dict(state["near"]["block"])
 

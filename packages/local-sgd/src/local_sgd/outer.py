@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from replicas import check_loaded, saved_optimizer
+from replicas import check_like, check_loaded, load_into, saved_optimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -91,6 +91,7 @@ class OuterStep(Rule):
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for a state that does not fit; changes nothing."""
         state = state["outer"]
+        check_like(state, {"state": {"state": {}, "param_groups": [{"params": []}]}, "steps": 0}, "outer")
         if ("scheduler" in state) != (self.scheduler is not None):
             raise ValueError(
                 f"the state is of an outer optimizer with{'' if 'scheduler' in state else 'out'} a scheduler"
@@ -105,9 +106,9 @@ class OuterStep(Rule):
         """Restores a state that `check` accepted."""
         state = state["outer"]
         loaded = check_loaded(state["state"], state["held"])
-        self.outer.load_state_dict(copy.deepcopy(loaded))  # torch would go on in the given tensors
+        load_into(self.outer, copy.deepcopy(loaded))  # torch would go on in the given tensors
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            load_into(self.scheduler, state["scheduler"])
         self._steps = state["steps"]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 from communicators import buckets_of
-from replicas import hash_bits
+from replicas import hash_bits, is_dense
 from torch import Tensor
 
 from local_sgd.rule import Part
@@ -37,6 +37,8 @@ def by_name(parts: Sequence[Part], flats: Sequence[Tensor]) -> dict[str, Tensor]
 
 def refuse_other_shapes(what: str, tensors: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
     """Raises ValueError for saved tensors that are not one for each parameter, in its shape."""
+    if no := [name for name, held in tensors.items() if not (is_dense(held) and held.is_floating_point())]:
+        raise ValueError(f"{what}: {no} of the state are no dense floating-point tensors: it was damaged")
     saved = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
     own = {(name, tuple(p.shape)) for part in parts for name, p in zip(part.names, part.tensors, strict=True)}
     if wrong := sorted(saved ^ own):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Self, Unpack
 
 from communicators import Stats, as_communicator, schedules
-from replicas import Buffers, Wrapping, restored
+from replicas import Buffers, Wrapping, load_into, restored
 from torch import nn
 from torch.optim import Optimizer
 
@@ -282,13 +282,14 @@ class PeriodicAveraging(Wrapping):
                 number of ranks; or, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
         self._refuse_shown("load_state_dict()")
-        wrapped, own = self.parts_of_state(state_dict, ("algorithm",), anyones="drained")
-        self._driver.check(own)
         self.wait()  # an error of what is under way is raised before anything is changed
-        taken = self._block.steps - self._steps_before
-        self.optimizer.load_state_dict(wrapped)
-        self._driver.load_state_dict(own)
-        self._steps_before, self._expected = self._block.steps - taken, own["parameters"]
+        with self.loading(state_dict):
+            wrapped, own = self.parts_of_state(state_dict, ("algorithm",), anyones="drained")
+            self._driver.check(own)
+            taken = self._block.steps - self._steps_before
+            load_into(self.optimizer, wrapped)
+            self._steps_before, self._expected = own["block"]["steps"] - taken, own["parameters"]
+            self._driver.load_state_dict(own)
 
     def gathered_state_dict(self) -> dict[str, Any]:
         self._refuse_shown("gathered_state_dict()")

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 from communicators import CollectiveError, Communicator, Elastic
-from replicas import ElasticRounds
+from replicas import ElasticRounds, check_like
 from torch import Tensor
 
 from local_sgd.driver import Block, Driver, shared_state
@@ -258,6 +258,7 @@ class OuterRounds(Driver):
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError also for what rounds hold of another cut."""
         super().check(state)
+        check_like(state["rounds"], {"machine": {"round": 0}}, "rounds")
         if self._elastic is not None and not state["drained"]:
             raise ValueError("the state was taken between two meetings, of ranks that may be others now: drain() first")
         theirs, own = any(state["rounds"].get("residuals", ())), any(self._rounds.residuals)
@@ -271,12 +272,11 @@ class OuterRounds(Driver):
                 f"{self._cut}; make the {self.what} with the same bucket_bytes and fragments"
             )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         """Restores the rounds besides; of a drained state, in which nothing is under way, number and own residuals."""
-        super().load_state_dict(state)
+        super()._load(state)
         self._ended = False
         if self._elastic is not None:
-            self._go_on(self._elastic, state)
             return
         if self._used:
             self._rounds.close()
@@ -292,12 +292,14 @@ class OuterRounds(Driver):
         self._bases = {turn: [part.flat_of(state["bases"]) for part in parts] for turn, parts in given.items()}
         self._dues = [list(due) for due in state.get("dues", ())]
 
-    def _go_on(self, elastic: ElasticRounds, state: Mapping[str, Any]) -> None:
+    def _go_on(self, state: Mapping[str, Any]) -> None:
         """Goes on from a drained state, which all ranks load, or as a newcomer from one and the rounds since."""
+        if self._elastic is None:
+            return
         if "rounds" not in state:
             self._apply(self._rounds.take())
             return
-        elastic.begin_anew(state["rounds"]["machine"]["round"], self._own_residuals(state) or None)
+        self._elastic.begin_anew(state["rounds"]["machine"]["round"], self._own_residuals(state) or None)
         self._open()
 
     def _refuse_changed(self) -> None:

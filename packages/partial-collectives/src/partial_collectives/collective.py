@@ -1,5 +1,6 @@
 """One round's collective: every rank's header, then the sum of what those who contribute bring."""
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -93,7 +94,8 @@ def packed(header: Header) -> Tensor:
 def unpacked(block: Tensor) -> Header:
     """Header from the bytes of `packed`; CollectiveError for other bytes."""
     stage, contributes, fresh, weight, deposits, finite, late, late_round, calls = _HEADER.unpack(bytes(block.tolist()))
-    if stage not in tuple(Stage) or max(contributes, fresh, finite, calls) > 1:
+    numbers = 0 <= weight < math.inf and deposits >= 0 and late_round >= -1
+    if stage not in tuple(Stage) or max(contributes, fresh, finite, calls) > 1 or not numbers:
         raise CollectiveError("the header of a partial round is not one: do all ranks run the same version?")
     return Header(
         Stage(stage), bool(contributes), bool(fresh), weight, deposits, bool(finite), late, late_round, bool(calls)

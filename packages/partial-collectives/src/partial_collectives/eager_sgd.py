@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack, cast
 
 import torch
 from communicators import CollectiveError, Elastic, Stats, buckets_of, run, schedules
-from replicas import Buffers, ElasticRounds, Wrapping, refuse_unlike
+from replicas import Buffers, ElasticRounds, Wrapping, check_like, load_into, refuse_unlike
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -243,6 +243,10 @@ class EagerSGD(Wrapping):
             ValueError: The state is of another rank or another number of them.
             CollectiveError: Ranks give states of different rounds.
         """
+        with self.loading(state_dict):
+            self._load(state_dict)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         needs = ("rounds", "applied", "gradients", "settings", "scheduler")
         wrapped, own = self.parts_of_state(state_dict, needs, anyones="met")
         for name, now in (("weighted", self._weighted), ("scheduler", _name(self.scheduler))):
@@ -252,12 +256,13 @@ class EagerSGD(Wrapping):
             raise ValueError(
                 "the state was not taken over an Elastic after synchronize(): take it there, before a step"
             )
-        if self._elastic is None:
-            self._rounds.load_state_dict(own["rounds"])
-        self.optimizer.load_state_dict(wrapped)
+        check_like(own, {"applied": 0, "gradients": 0, "rounds": {"machine": {"round": 0}}}, "")
+        load_into(self.optimizer, wrapped)
         self.load_shared_state(own)
         self._known = None
-        if self._elastic is not None:
+        if self._elastic is None:
+            self._rounds.load_state_dict(own["rounds"])  # last: from here on others go on
+        else:
             place = self.comm.rank, self.comm.size
             is_own = (own.get("rank"), own.get("world_size")) == place
             self._elastic.begin_anew(own["rounds"]["machine"]["round"], own["rounds"]["residuals"] if is_own else None)
@@ -270,7 +275,7 @@ class EagerSGD(Wrapping):
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self.applied, self.gradients = state["applied"], state["gradients"]
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            load_into(self.scheduler, state["scheduler"])
 
     def __enter__(self) -> Self:
         return self

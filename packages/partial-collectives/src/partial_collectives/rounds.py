@@ -231,6 +231,12 @@ class PartialRounds:
 
     def _on_signal(self, source: int, value: int) -> None:
         round_, kind = divmod(value, KINDS)
+        own = {Kind.OVER, Kind.GRACE_OVER} if source != self._comm.rank else set[Kind]()
+        if kind not in tuple(Kind) or kind in own or (kind == Kind.GONE and not self._shrinks):
+            raise CollectiveError(
+                f"rank {source} sent {value}, which no rank says to another in partial rounds: do all ranks run the "
+                "same version?"
+            )
         self._answered.add(source)
         with self._lock:
             if kind == Kind.OVER:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from replicas.loading import check_like
+
 NEEDS = "MuonAdamW takes torch.optim.Muon, which came with torch 2.9, and this is torch {}: update it"
 
 
@@ -73,6 +75,7 @@ class MuonAdamW(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state of a MuonAdamW with the same hidden matrices; ValueError for any other."""
+        check_like(state_dict, {"state": {}, "param_groups": [{}]}, "a MuonAdamW's state")
         theirs, own = (
             [group.get("param_names") for group in one] for one in (state_dict["param_groups"], self.param_groups)
         )

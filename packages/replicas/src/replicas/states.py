@@ -110,7 +110,7 @@ def state_of_rank(state: Mapping[str, Any], rank: int, size: int, *, advice: str
         TypeError: It is no state at all.
         ValueError: The state is of another number of ranks, or empty.
     """
-    _check_is_state(state)
+    check_is_state(state)
     states = states_of_ranks(state)
     if states is None:
         return state
@@ -144,7 +144,7 @@ def gather_states(attempt: Callable[[], Mapping[str, Any]], comm: Communicator) 
     return run(schedule, comm, facts=f"gather_states of {sum(nbytes)} bytes", device=torch.device("cpu"))
 
 
-def _check_is_state(state: Any) -> None:
+def check_is_state(state: Any) -> None:
     """Raises TypeError or ValueError for anything that is no wrapper's state, before anybody looks into it."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is {reprlib.repr(state)}, {_GIVEN}: a dict with {STATE_KEY!r}")

@@ -1,14 +1,19 @@
 """The wrapped optimizer's part of a checkpoint, such that torch.distributed.checkpoint leaves nothing of it out."""
 
 import copy
+import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
-from itertools import islice
+from itertools import chain, islice
 from traceback import walk_stack
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+
+from replicas.loading import check_like, is_dense
 
 _HELPERS = "torch.distributed.checkpoint.state_dict"
 _NEW = "new"
@@ -53,6 +58,86 @@ def check_loaded(state: Mapping[str, Any], held: Any) -> dict[str, Any]:
             "the whole file by torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
         )
     return state
+
+
+def load_into(held: Any, state: Mapping[str, Any]) -> None:
+    """Loads a state into an optimizer or a scheduler, and checks what torch would only find at the next step, or never.
+
+    For `wholly`, which puts the old state back.
+
+    Args:
+        held: Optimizer or scheduler.
+        state: Its state_dict.
+
+    Raises:
+        ValueError: Settings are missing or of another kind, or state by parameter is: in torch's own optimizers also
+            tensors of other shapes.
+    """
+    if isinstance(held, Optimizer):
+        _load_optimizer(held, state)
+        return
+    check_like(state, {}, "the scheduler's state")
+    own = held.state_dict().items()  # of private ones, every version of torch has others
+    like = {key: value for key, value in own if key in state or not key.startswith("_")}
+    check_like(state, like, "the scheduler's state", settings=True)
+    held.load_state_dict(dict(state))
+
+
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    check_like(state, {"state": {}, "param_groups": [{"params": []}]}, "the wrapped optimizer's state")
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    if len(set(saved)) < len(saved) or not all(isinstance(state["state"].get(number, {}), dict) for number in saved):
+        raise ValueError(f"the wrapped optimizer's state is not by parameter, of which it has {saved!r:.200}")
+    before = optimizer.param_groups
+    optimizer.load_state_dict(dict(state))
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        numbers = {key: held for key, held in own.items() if key in optimizer.defaults}
+        either = {key for key in numbers if isinstance(numbers[key], Tensor) or isinstance(group.get(key), Tensor)}
+        like = {key: None if key in either else held for key, held in numbers.items()}
+        check_like(group, like, "a group of the wrapped optimizer", settings=True)
+        if wrong := [key for key in either if isinstance(group[key], Tensor) and group[key].numel() != 1]:
+            raise ValueError(f"{wrong} of a group of the wrapped optimizer are tensors, expected one number each")
+    foreseen = _shapes_after_a_step(optimizer)
+    for number, p in zip(saved, chain.from_iterable(group["params"] for group in before), strict=True):
+        if kept := state["state"].get(number):
+            _check_kept(kept, foreseen.get(p, {}), f"the wrapped optimizer's state of parameter {number}")
+
+
+def _check_kept(kept: Mapping[str, Any], foreseen: Mapping[str, Tensor], where: str) -> None:
+    """Raises ValueError for state of one parameter that is not as foreseen, or holds no usable tensors."""
+    if lacking := [name for name in foreseen if name not in kept]:
+        raise ValueError(f"{where} lacks {lacking}: it was damaged or cut")
+    for name, held in kept.items():
+        like = foreseen.get(name)
+        number = like is not None and like.dim() == 0 and type(held) in (int, float)  # a step's, in older states
+        if (isinstance(held, Tensor) or like is not None) and not number and not is_dense(held):
+            raise ValueError(f"{where}, {name} is {held!r:.100}, expected a dense tensor: it was damaged")
+        if like is not None and not number:
+            given = tuple(held.shape), held.is_floating_point()
+            if given != (tuple(like.shape), like.is_floating_point()):
+                told = f"{held.dtype} of shape {given[0]}, expected {like.dtype} of shape {tuple(like.shape)}"
+                raise ValueError(f"{where}, {name} is {told}: it was damaged, or is another model's")
+
+
+def _shapes_after_a_step(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
+    """State by parameter after a step, as tensors without memory; {} but for torch's own optimizers."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return {}
+    scratch, twins = copy.copy(optimizer), dict[Tensor, Tensor]()
+    scratch.state, scratch.param_groups = defaultdict(dict), []
+    for group in optimizer.param_groups:
+        plain: dict[str, Any] = {key: False for key in ("foreach", "fused", "capturable") if key in group}
+        for p in group["params"]:
+            twins[p] = torch.empty_like(p, device="meta").requires_grad_(p.requires_grad)
+            twins[p].grad = torch.zeros_like(twins[p]) if p.requires_grad else None
+        scratch.param_groups.append({**group, **plain, "params": [twins[p] for p in group["params"]]})
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(scratch)  # without hooks
+    except Exception:  # one that needs a closure, or looks at values
+        return {}
+    of = {p: scratch.state[twin] for p, twin in twins.items()}
+    return {p: {name: held for name, held in kept.items() if isinstance(held, Tensor)} for p, kept in of.items()}
 
 
 def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:

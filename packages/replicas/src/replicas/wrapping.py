@@ -3,7 +3,8 @@
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from replicas.averaging import broadcast_parameters, broadcast_tensors
+from replicas.loading import wholly
 from replicas.parameters import described, named_of, trained_of
 from replicas.process_group import refuse_alone, warn_of_ddp
 from replicas.replaced import ReplacedParameters
 from replicas.states import STATE_KEY, check_saved_by, gathered_state, saved_by, state_of_rank
 from replicas.unlike import refuse_unlike
-from replicas.wrapped_state import check_loaded, refuse_torch_helpers, saved_optimizer
+from replicas.wrapped_state import check_loaded, load_into, refuse_torch_helpers, saved_optimizer
 
 logger = logging.getLogger("replicas")
 
@@ -208,7 +210,7 @@ class Wrapping(Optimizer):
             self._take_over()
         given, self._given_state = self._given_state, None
         if given is not None:
-            self.optimizer.load_state_dict(check_loaded(given["wrapped"], given["held"]))
+            load_into(self.optimizer, check_loaded(given["wrapped"], given["held"]))
             self.load_shared_state(given["own"])
             torch.set_rng_state(given["generator"])
             self._took_over = True
@@ -305,6 +307,23 @@ class Wrapping(Optimizer):
         wrapped, held = saved_optimizer(self.optimizer, stepped=stepped)
         place = saved_by(self._comm.rank, self._comm.size, self.advice)
         return {**wrapped, STATE_KEY: {**place, **own, "wrapped": held}}
+
+    @contextmanager
+    def loading(self, state: Any) -> Iterator[None]:
+        """Context of `load_state_dict`: an error leaves this optimizer, and what it wraps, as they were.
+
+        Args:
+            state: State that is loaded.
+
+        Raises:
+            TypeError: It is no state.
+            ValueError: In place of whatever a malformed state brings about.
+            RuntimeError: It cannot be loaded now.
+        """
+        refuse_torch_helpers(self.what)
+        self.refuse_to_load()
+        with wholly(self, self.what, state):
+            yield
 
     def parts_of_state(
         self, state: Mapping[str, Any], needs: Sequence[str], *, anyones: str = ""

@@ -63,7 +63,7 @@ def enter_user_namespaces() -> None:
     """
     if os.geteuid() != 0 and obstacle() is None:
         sys.stdout.flush()
-        os.execvp(UNSHARE[0], [*UNSHARE, *_prepared(sys.executable, *sys.orig_argv[1:])])
+        os.execvp(UNSHARE[0], [*UNSHARE, *_prepared(sys.executable, *sys.orig_argv[1:])])  # noqa: S606 - this very program, in a namespace
 
 
 def obstacle() -> str | None:

@@ -185,7 +185,7 @@ def _selected(entry: Algorithm, x: Tensor, rank: int, size: int, k: int, state: 
         return topk(x, k)
     before = repr(state)
     vector = entry.select(x, rank, size, k, state)(x)
-    assert repr(state) == before, f"select changed the state from {before} to {state}: only a call may"
+    assert repr(state) == before, f"select changed the state from {before} to {state}: only a call may"  # noqa: S608 - no SQL
     at = vector.indices.long()
     assert torch.equal(vector.values, x[at]), f"select gave other values than those at its indices {at.tolist()}"
     return vector

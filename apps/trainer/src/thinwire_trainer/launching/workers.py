@@ -121,7 +121,7 @@ def worker_environment() -> dict[str, str]:
     return environment
 
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 PATTERN = "mpich_shm_*"
 
 

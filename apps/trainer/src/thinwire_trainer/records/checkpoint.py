@@ -56,9 +56,26 @@ class Manifest:
     def read(cls, folder: Path) -> Self:
         """The manifest of a checkpoint; DamagedError if a single byte of it has changed, or it is none."""
         try:
-            return cls(**unsealed(folder / NAME))
+            manifest = cls(**unsealed(folder / NAME))
         except TypeError as error:
             raise DamagedError(f"{folder / NAME} is not a manifest of this program ({error})") from None
+        if strange := manifest._strange():
+            raise DamagedError(f"{folder / NAME} is not a manifest of this program (its {strange} are others)")
+        return manifest
+
+    def _strange(self) -> str:
+        """First field that is not of its kind; "" for none: a checksum tells damage, and not who has written it."""
+        records = isinstance(self.files, list) and all(isinstance(one, dict) for one in self.files)
+        fits = {
+            "step": type(self.step) is int and self.step >= 0,
+            "metrics_nbytes": type(self.metrics_nbytes) is int and self.metrics_nbytes >= 0,
+            "metrics_sha256": isinstance(self.metrics_sha256, str | None),
+            "settings": isinstance(self.settings, dict),
+            "files": records
+            and len(self.files) > 0
+            and all({"name", "nbytes", "sha256"} <= one.keys() for one in self.files),
+        }
+        return next((name for name, good in fits.items() if not good), "")
 
 
 def record_of(name: str, file: BufferedReader) -> dict[str, Any]:

@@ -81,9 +81,10 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def figure(row: Row, name: str) -> float:
-    """A number in a row, that has to be there."""
-    value = row[name]
-    assert isinstance(value, int | float)
+    """A number in a row; DamagedError where it is not there."""
+    value = row.get(name)
+    if not isinstance(value, int | float):
+        raise DamagedError(f"a row of metrics.jsonl has {value!r:.40} for {name!r}, expected a number: it is damaged")
     return value
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,19 @@ class Totals:
         return self.seconds - phases - self.evaluation_seconds
 
 
+T = TypeVar("T", Position, Totals)
+
+
+def counted(kind: type[T], state: Mapping[str, Any]) -> T:
+    """Position or totals out of a checkpoint; ValueError for what is not counted so."""
+    made = kind(**state)
+    for name, value in asdict(made).items():
+        whole = type(getattr(kind(), name)) is int
+        if type(value) not in ((int,) if whole else (int, float)) or (whole and value < 0):
+            raise ValueError(f"{name} is {value!r:.40}, expected a {'whole ' * whole}number")
+    return made
+
+
 @dataclass
 class Replica:
     """Model, synchroniser (with the optimizer, its rate, residuals, momenta), what the task carries from batch to
@@ -133,8 +146,7 @@ class Replica:
         torch.set_rng_state(state["torch_rng"])
         if state["cuda_rng"] is not None and uses_gpu():  # else a GPU draws on from where this run's seed put it
             torch.cuda.set_rng_state(state["cuda_rng"])
-        self.position = Position(**state["position"])
-        self.totals = Totals(**state["totals"])
+        self.position, self.totals = counted(Position, state["position"]), counted(Totals, state["totals"])
         self.meter.begin()
 
 

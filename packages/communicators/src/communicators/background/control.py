@@ -34,6 +34,14 @@ MOST_NAMED = 16
 """Most ranks that one message or reason names."""
 REMEMBERED_CALLS = 1024
 CHECK_BYTES = 4
+KINDS: dict[str, dict[str, type]] = {
+    "waits": {"rank": int, "number": int, "facts": str, "whom": list},
+    "request": {"rank": int, "reason": str},
+    "asks": {"rank": int, "reason": str},
+    "departed": {"rank": int, "why": str, "calls": int},
+    "abort": {"reason": str},
+}
+"""Kinds of control messages, and the types of their fields."""
 ABORT_SECONDS = 5.0
 """Wait for an abort reason, after which a rank raises its own.
 
@@ -135,7 +143,7 @@ class Control:
             if not self.released:
                 self._note_stall(time.monotonic())
                 unread = [*self._unread, *self.transport.read_control()]
-                first = [message for message in unread if _is_news(message)]
+                first = [message for message in unread if self._is_news(message)]
                 later = [message for message in unread if message not in first]
                 self._unread = [] if self.hears() or self.abort_reason is not None else later
                 for message in [*first, *([] if self._unread else later)]:
@@ -156,7 +164,7 @@ class Control:
 
     def receive(self, message: bytes) -> None:
         """Handles a control message that has come."""
-        content = _decoded(message)
+        content = _decoded(message, self.transport.size)
         if content is None:
             self.request_abort(f"rank {self.rank} got a corrupted control message: the network changes bits")
             return
@@ -204,6 +212,11 @@ class Control:
         with self.lock, self._noted():
             self.released = True
             self.transport.close()
+
+    def _is_news(self, message: bytes) -> bool:
+        """Whether a message is to be heard at once, also by a rank that was stopped: no answer depends on it."""
+        content = _decoded(message, self.transport.size)
+        return content is not None and content["kind"] in ("abort", "departed")
 
     def _note_stall(self, now: float) -> None:
         """Notes that this rank was stopped, unless it was so before: what it has not yet acted on waits once."""
@@ -308,19 +321,19 @@ class RequestedAbort:
         self._control.lose(self._control.arbiter)
 
 
-def _decoded(message: bytes) -> dict[str, Any] | None:
-    """Content of a control message; None where its checksum does not match."""
+def _decoded(message: bytes, size: int) -> dict[str, Any] | None:
+    """Content of a control message among so many ranks; None for bytes that none of them wrote."""
     check, text = message[:CHECK_BYTES], message[CHECK_BYTES:]
     if zlib.crc32(text).to_bytes(CHECK_BYTES, "big") != check:
         return None
-    content: dict[str, Any] = json.loads(text)
-    return content
-
-
-def _is_news(message: bytes) -> bool:
-    """Whether a message is to be heard at once, also by a rank that was stopped: no answer depends on it."""
-    content = _decoded(message)
-    return content is not None and content["kind"] in ("abort", "departed")
+    try:
+        content: dict[str, Any] = json.loads(text)
+        fits = all(type(content[name]) is kind for name, kind in KINDS[content["kind"]].items())
+        ranks = [content.get("rank", 0), *content.get("whom", ())]
+        fits = fits and all(type(rank) is int and 0 <= rank < size for rank in ranks)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return content if fits else None
 
 
 def _encoded(**content: object) -> bytes:

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # torch asks the DNS for the name of whoever connects, and serves nobody meanwhile: 5 s where no answer comes
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     try:
-        store = TCPStore("0.0.0.0", asked.port, is_master=True, wait_for_workers=False)
+        store = TCPStore("0.0.0.0", asked.port, is_master=True, wait_for_workers=False)  # noqa: S104 - ranks of other machines meet there
     except RuntimeError as error:
         parser.error(f"port {asked.port} cannot be served, maybe another program does: {error}")
     print(f"elastic ranks meet at port {store.port}: Elastic('this host:{store.port}')", flush=True)

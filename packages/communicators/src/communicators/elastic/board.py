@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from communicators.communicator import Communicator
+from communicators.errors import CollectiveError
 
 RECORD = "record"
 """Key of the newest generation's record."""
+MOST_COUNTED = 1 << 48
+"""Bound of every number on a board."""
 PROBE_SECONDS = 3.0
 """Time for a connection between two ranks, where those of a whole group were not made in time."""
 
@@ -53,8 +56,13 @@ class Record:
 
     @staticmethod
     def of(text: str) -> Record:
-        """The record of a text."""
-        return Record(**_content(json.loads(text or "{}")))
+        """The record of a text. CollectiveError for one that no rank has written."""
+        record = _read(Record, parsed(text or "{}"))
+        fits = set(record.joined) <= set(record.members) and len(set(record.members)) == len(record.members)
+        fits = fits and (record.settled or not record.members) and len(record.drawn) == len(record.committed)
+        if not fits or bool(record.generation) != bool(text):
+            raise unreadable(text)
+        return record
 
 
 @dataclass(frozen=True)
@@ -152,17 +160,73 @@ class Board(ABC):
         self.append(f"said/{generation}", json.dumps([self.name, asdict(said)]) + "\n")
 
     def said(self, generation: int, members: Iterable[str]) -> dict[str, Said]:
-        """Last announcements of these ranks for that generation, by name, in the order of the names; one look."""
-        last = _announcements(self.get(f"said/{generation}"))
-        return {name: last[name] for name in members if name in last}
+        """Last announcements of these ranks for that generation, by name, in the order of the names; one look.
+
+        members: all ranks of the generation before.
+        """
+        last, members = _announcements(self.get(f"said/{generation}")), tuple(members)
+        here = {name: last[name] for name in members if name in last}
+        for name, said in here.items():
+            if len(said.committed) != len(members):
+                raise unreadable(f"{name}: {said}")
+        return here
+
+
+T = TypeVar("T")
+IS: dict[str, Callable[[Any], bool]] = {
+    "bool": lambda held: type(held) is bool,
+    "int": lambda held: type(held) is int and 0 <= held < MOST_COUNTED,
+    "str": lambda held: type(held) is str,
+    "tuple[int, ...]": lambda held: type(held) is tuple and all(map(IS["int"], held)),
+    "tuple[str, ...]": lambda held: type(held) is tuple and all(map(IS["str"], held)),
+    "tuple[str, ...] | None": lambda held: held is None or IS["tuple[str, ...]"](held),
+}
+"""Checks of a field's value, by the field's type."""
+
+
+def unreadable(text: str) -> CollectiveError:
+    """Error for an entry that no rank has written."""
+    return CollectiveError(
+        f"the board of the elastic ranks holds {text:.200}, which no rank of this version has written: a network that "
+        "changes bits, or another program that uses the same Store; start the meeting place anew, or give another name="
+    )
+
+
+def parsed(text: str) -> Any:
+    """Content of an entry. CollectiveError for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise unreadable(text) from None
+
+
+def _read(kind: type[T], held: Any) -> T:
+    """Record or announcement, with tuples for the lists of JSON. CollectiveError for other fields, or other types."""
+    try:
+        made = kind(**{name: tuple(one) if isinstance(one, list) else one for name, one in held.items()})
+    except (TypeError, AttributeError):
+        raise unreadable(str(held)) from None
+    if not all(IS[str(field.type)](getattr(made, field.name)) for field in fields(made)):  # type: ignore[arg-type]
+        raise unreadable(str(held))
+    return made
 
 
 @lru_cache(maxsize=4)
 def _announcements(text: str) -> dict[str, Said]:
     """Last announcement of each name; kept, as ranks look again and again."""
-    return {name: Said(**_content(said)) for name, said in map(json.loads, text.splitlines())}
+    found = {}
+    for line in text.split("\n")[:-1]:
+        match parsed(line):
+            case [str(name), said]:
+                found[name] = _read(Said, said)
+            case _:
+                raise unreadable(line)
+    return found
 
 
-def _content(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as `json` reads them, with tuples for its lists."""
-    return {name: tuple(held) if isinstance(held, list) else held for name, held in fields.items()}
+def names_in_line(text: str) -> list[str]:
+    """Names of the newcomers who wait. CollectiveError for another text than ranks have written."""
+    line = parsed(text or "[]")
+    if not isinstance(line, list) or not all(map(IS["str"], line)):
+        raise unreadable(text)
+    return line

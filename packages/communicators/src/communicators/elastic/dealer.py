@@ -66,9 +66,10 @@ class Dealer:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over another rank's state, of the same generation."""
-        self.deal = None if state["deal"] is None else Deal(**state["deal"])
-        self._held = [(Deal(**then), Change(*change)) for then, change in state["held"]]
-        self._missed = [(Change(*change), members, commits) for change, members, commits in state["missed"]]
+        deal = None if state["deal"] is None else Deal(**state["deal"])
+        held = [(Deal(**then), Change(*change)) for then, change in state["held"]]
+        missed = [(Change(*change), members, commits) for change, members, commits in state["missed"]]
+        self.deal, self._held, self._missed = deal, held, missed
         self.epochs = 0 if self.deal is None else self.deal.epoch
 
     def begin(self, numel: int, batch_size: int, seed: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from communicators import errors
 from communicators.communicator import Communicator, Work, check_timeout, run
 from communicators.elastic import transfer
-from communicators.elastic.board import PROBE_SECONDS, RECORD, Board, Record, Said
+from communicators.elastic.board import MOST_COUNTED, PROBE_SECONDS, RECORD, Board, Record, Said
 from communicators.elastic.dealer import Dealer
 from communicators.elastic.dealing import Change
 from communicators.elastic.store import board_of
@@ -43,7 +43,7 @@ BEAT_SECONDS = 0.05
 """Longest interval between two looks of a newcomer, by which it shows that it is there."""
 SAY_SECONDS = 10.0
 """Interval between two messages of a rank that waits for others to come."""
-WAITING, LEAVES = 1 << 48, 1 << 49  # flags of a commit's word, above the number of batches drawn
+WAITING, LEAVES = MOST_COUNTED, 2 * MOST_COUNTED  # flags of a commit's word, above the number of batches drawn
 
 logger = logging.getLogger("communicators.elastic")
 
@@ -261,7 +261,11 @@ class Membership(Communicator):
         here = self._say_out()
         others = [name for name, said in here.items() if said.failed and name != self._board.name]
         late = self._inner is not None and (self._inner.failure or "").startswith("timed out")
-        if late or (self._inner is None and self._board.unreached(self._record.generation + 1, others)):
+        if (
+            late
+            or isinstance(error, transfer.UnreadableError)
+            or (self._inner is None and self._board.unreached(self._record.generation + 1, others))
+        ):
             self._failures += 1  # its state came too late, or it does not reach somebody; another's death is no reason
             if self._failures >= MOST_FAILURES:
                 self._over = True
@@ -320,10 +324,14 @@ class Membership(Communicator):
             if self._group.failure is not None or donor in self._group.ended:
                 raise CollectiveError(f"rank {donor}, which was to give its state to {name}, is gone")
             self._board.pause(POLL_SECONDS)
-        self._given, nbytes = taking.wait()
-        took = self.clock() - self._began_to_take
+        file = taking.wait()
+        given, nbytes = transfer.unpacked(file), file.getbuffer().nbytes
+        try:
+            self._dealer.load(given["dealer"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise transfer.UnreadableError(errors.describe(error)) from error
+        self._given, took = given, self.clock() - self._began_to_take
         logger.warning("%s took over %d bytes of state from rank %d in %.2f s", name, nbytes, donor, took)
-        self._dealer.load(self._given["dealer"])
 
     def _donor_of(self, name: str) -> int:
         """Rank that gives its state to a newcomer: another one every time."""

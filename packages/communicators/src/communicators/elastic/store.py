@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 
 from communicators.background.transport_communicator import TransportCommunicator
 from communicators.communicator import Communicator
-from communicators.elastic.board import PROBE_SECONDS, RECORD, Board, Record
+from communicators.elastic.board import PROBE_SECONDS, RECORD, Board, Record, names_in_line
 from communicators.errors import CollectiveError
 from communicators.worlds.alone import Alone
 from communicators.worlds.gloo import GlooTransport
@@ -116,7 +116,7 @@ class StoreBoard(Board):
 
     def get(self, key: str) -> str:
         def get(store: Store) -> str:
-            return store.get(key).decode() if store.check([key]) else ""
+            return store.get(key).decode(errors="replace") if store.check([key]) else ""
 
         text = self._asked(get)
         if key == RECORD:
@@ -126,7 +126,7 @@ class StoreBoard(Board):
         return text
 
     def swap(self, key: str, expected: str, desired: str) -> str:
-        return self._asked(lambda store: bytes(store.compare_set(key, expected, desired)).decode())
+        return self._asked(lambda store: bytes(store.compare_set(key, expected, desired)).decode(errors="replace"))
 
     def append(self, key: str, text: str) -> None:
         self._asked(lambda store: store.append(key, text))
@@ -206,7 +206,7 @@ class StoreBoard(Board):
     def _change_line(self, change: Callable[[list[str]], list[str]]) -> None:
         while True:
             text = self.get(LINE)
-            changed = json.dumps(change(json.loads(text or "[]")))
+            changed = json.dumps(change(names_in_line(text)))
             if self.swap(LINE, text, changed) == changed:
                 return
 
@@ -218,12 +218,12 @@ class StoreBoard(Board):
                 store = store or PrefixStore(self._prefix, self._open())
                 if self._known:  # to a new Store in the place of one that died, before others found a group there
                     store.compare_set(RECORD, "", self._known)
-                line = json.loads(store.get(LINE)) if store.check([LINE]) else []
+                line = names_in_line(store.get(LINE).decode(errors="replace")) if store.check([LINE]) else []
                 line = [name for name in line if store.check([f"{BEAT}/{name}"])]
                 now = {name: store.get(f"{BEAT}/{name}") for name in line}
                 self._fresh = tuple(name for name in line if beats.get(name) not in (None, now[name]))
                 beats = now
-            except RuntimeError:  # the Store does not answer
+            except RuntimeError:  # the Store does not answer, or its line is unreadable, which who joins is told
                 store, self._fresh = None, ()
         atexit.unregister(self._end)  # which waits for this thread, and keeps the board's connections
 

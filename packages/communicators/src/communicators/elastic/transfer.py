@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from communicators.errors import CollectiveError
 from communicators.schedule import Payload, Round, Schedule
 
 CHUNK_BYTES = 1 << 24
@@ -21,15 +22,37 @@ def give(packed: Tensor) -> Schedule[int]:
     return packed.numel()
 
 
-def take() -> Schedule[tuple[dict[str, Any], int]]:
-    """Takes the state that rank 0 of two gives; returns it, and its bytes."""
+def take() -> Schedule[io.BytesIO]:
+    """Takes the packed bytes that rank 0 of two gives."""
     nbytes = int((yield Round(recvs={0: 8}))[0].view(torch.int64))
     file = io.BytesIO()
     while (left := nbytes - file.tell()) > 0:
         received = yield Round(recvs={0: min(CHUNK_BYTES, left)})
         file.write(received[0].body.numpy().data)
+    return file
+
+
+class UnreadableError(CollectiveError):
+    """A state for a newcomer is none."""
+
+    def __init__(self, why: object) -> None:
+        super().__init__(
+            f"the state that came for this newcomer cannot be read ({why}): expected tensors and plain values, as "
+            "state_dict() of whatever is carried must give; or bits were changed on the way"
+        )
+
+
+def unpacked(file: io.BytesIO) -> dict[str, Any]:
+    """State of what `packed` gave. UnreadableError for all else; nothing is unpickled but tensors and plain values."""
     file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=True), nbytes
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes that were changed, or objects of a user's own, fail anywhere
+        raise UnreadableError(type(error).__name__) from error
+    kinds = {"own": dict, "carried": list, "dealer": dict}
+    if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
+        raise UnreadableError("it has other parts")
+    return state
 
 
 def state_of(held: Any) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def meet(store: Store, rank: int, size: int, timeout: float, job: str = "") -> s
     store.set(keys[rank], f"{mine} ")
     while set(names) != {name}:
         if store.check(keys):
-            words, names = zip(*(said.decode().split(" ") for said in store.multi_get(keys)), strict=True)
+            told = (said.decode(errors="replace").partition(" ") for said in store.multi_get(keys))
+            words, _, names = zip(*told, strict=True)
             read = hashlib.sha256(" ".join(words).encode()).hexdigest()
             if read != name:
                 name = read

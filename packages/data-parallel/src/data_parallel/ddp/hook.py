@@ -15,7 +15,7 @@ from typing import Any, Self, Unpack
 
 import torch
 from communicators import Bucket, Communicator, Stats, as_communicator, tracing
-from replicas import STATE_KEY, check_named_parameters, default_group, gathered_state
+from replicas import STATE_KEY, check_named_parameters, default_group, gathered_state, wholly
 from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
@@ -305,15 +305,16 @@ class SparseHookState:
         """
         exchange = self._ready()
         own = state_dict.get(STATE_KEY) if isinstance(state_dict, Mapping) else None
-        several = isinstance(own, Mapping) and own.get("world_size", 1) != 1
-        if several and exchange.comm.size == 1 and self._only_looked(exchange):
+        size = own.get("world_size", 1) if isinstance(own, Mapping) else 1
+        if isinstance(size, int) and size != 1 and exchange.comm.size == 1 and self._only_looked(exchange):
             raise RuntimeError("load_state_dict() before there is a process group: call it after init_process_group()")
         trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p.shape for name, p in self._parameters.items() if not p.requires_grad}
-        _, own = exchange.own(state_dict, trained or exchange.shapes, frozen=frozen)
-        saved = SavedBucketLayout(own.get("buckets", []))
-        exchange.load_state_dict(own)
-        self._now = _Backward(saved=saved if saved.layout else None)
+        with wholly(self, "a SparseHookState", state_dict):
+            _, own = exchange.own(state_dict, trained or exchange.shapes, frozen=frozen)
+            saved = SavedBucketLayout(own.get("buckets", []))
+            exchange.load_state_dict(own)
+            self._now = _Backward(saved=saved if saved.layout else None)
 
     def stats(self) -> Stats:
         """Costs and savings of training on this rank since the state was made; needs no communication.

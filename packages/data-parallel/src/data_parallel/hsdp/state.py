@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 from communicators import CollectiveError, Communicator, Stats
-from replicas import STATE_KEY, broadcast_parameters, check_named_parameters, gathered_state, state_of_rank
+from replicas import STATE_KEY, broadcast_parameters, check_named_parameters, gathered_state, state_of_rank, wholly
 from torch import Tensor, nn
 
 from data_parallel.exchange import Exchange, Mean
@@ -160,12 +160,13 @@ class HsdpState:
             RuntimeError: It is called in backward.
         """
         self._refuse_in_backward("load_state_dict()")
-        of_place = state_of_rank(state_dict, self._inside.rank, self._inside.size, advice=OTHER_NODES)
-        _, own = self._exchange.own(of_place, {name: shape for name, (shape, _) in self._shapes().items()})
-        here = [self._inside.rank, self._inside.size]
-        if own.get("inside") != here:
-            raise ValueError(f"the state is of (rank, ranks) {own.get('inside')} inside a node, but this is {here}")
-        self._exchange.load_state_dict(own)
+        with wholly(self, "an HsdpState", state_dict):
+            of_place = state_of_rank(state_dict, self._inside.rank, self._inside.size, advice=OTHER_NODES)
+            _, own = self._exchange.own(of_place, {name: shape for name, (shape, _) in self._shapes().items()})
+            here = [self._inside.rank, self._inside.size]
+            if own.get("inside") != here:
+                raise ValueError(f"the state is of (rank, ranks) {own.get('inside')} inside a node, but this is {here}")
+            self._exchange.load_state_dict(own)
 
     def _reduced(self, shard: Shard, flat: Tensor) -> None:
         """FSDP's hook: one flat gradient, to be the mean between the nodes once backward has ended."""

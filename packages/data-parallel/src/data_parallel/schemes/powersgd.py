@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from communicators import Bucket, Communicator, Schedule, schedules
+from replicas import check_like
 from sparse_collectives import ALGORITHMS, Traffic
 from torch import Tensor
 
@@ -92,7 +93,9 @@ class _PowerSGDScheme(CompressedScheme):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads directions. ValueError for those of another r."""
         saved = state.get("directions", ())  # absent from another algorithm's state
-        loaded = {member: torch.tensor(q, dtype=getattr(torch, dtype)) for member, dtype, q in saved}
+        check_like({"stood": 0, **state}, {"stood": 0}, self.name)
+        dtypes = {"float32": torch.float32, "float64": torch.float64}
+        loaded = {member: torch.tensor(q, dtype=dtypes[dtype]) for member, dtype, q in saved}
         if wrong := sorted({q.shape[1] for q in loaded.values()} - {self.rank}):
             raise ValueError(f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self.rank}")
         super().load_state_dict(state)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+from replicas import check_like
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,6 +49,10 @@ class Elastic(Rule):
     def state_dict(self) -> dict[str, Any]:
         """α with which ranks were pulled last; the default changes with their number."""
         return {"pulled": self.pulled}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError unless it is a number."""
+        check_like(state, {"pulled": 0.0}, "")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores it."""

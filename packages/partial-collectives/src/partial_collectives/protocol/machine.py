@@ -99,6 +99,8 @@ class Machine:
             return self.gone(round_)
         if source not in self.members:  # others may not get it; who is drawn now counts the arrivals again
             return []
+        if round_ > self.round + self.joined:  # a round ends with all members: nobody can be so far ahead
+            return []
         if kind is Kind.BEGIN:
             self._told = max(self._told, round_)
         elif round_ >= self.round:
