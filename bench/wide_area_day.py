@@ -11,7 +11,8 @@ millions an hour, 4,096 a step. deaths, joined: machines that have died, and tha
 The optimizers, rounds, membership and the state of newcomers are the packages' own, by messages in virtual time over
 a port each. Not real: every parameter of the model stands for a share of PARAMETERS, LOOK steps pass as one, and a
 sum's bytes go to one neighbour in pieces, before all wait for the slowest; small messages wait behind such a piece,
-as they would not for long in TCP; who waits looks at the board every ten seconds. Rounding itself is left out, its
+as they would not for long in TCP; who waits looks at the board every ten seconds, and asks whether others live three
+times in a time-out. Rounding itself is left out, its
 bytes are not; nothing is learnt, for which see `bench wide-area-learning`.
 """
 
@@ -33,7 +34,7 @@ from communicators.schedule import SLOT_BYTES
 from communicators.schedules.quantised import Rounded
 from communicators.simulated.world import SimulatedCommunicator
 from local_sgd import DiLoCo, StreamingDiLoCo
-from partial_collectives import PartialAllreduce
+from partial_collectives import PartialAllreduce, pulse
 from slow_link import Port
 from slow_link.simulated import paths_of
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from bench.troubles import Troubles, slow_ones, step_seconds
 
 PARAMETERS, STATE_BYTES, TOKENS = 125e6, 20, 4096
 """Of the model; a newcomer gets of each 20 bytes: weight, anchor, outer momentum, Adam's two."""
-NUMEL, PIECE_BYTES, STATE_CHUNK, GIVE = 64, 2.5e6, 9, transfer.give
+NUMEL, PIECE_BYTES, STATE_CHUNK, GIVE = 64, 10e6, 9, transfer.give
 """Elements of each of the simulated model's four tensors; most bytes of a sum's pieces."""
 EVERY, LOOK = 500, 25
 FOREVER = 1e9
@@ -144,7 +145,7 @@ def bulk_state(packed: Tensor) -> Any:
 
 @contextmanager
 def as_large_as_the_real_model() -> Iterator[None]:
-    """Messages take as long as those of `PARAMETERS`; who waits looks at the board every ten seconds."""
+    """Messages take as long as those of `PARAMETERS`; who waits looks at the board, and asks who lives, less often."""
     own = schedules.allreduce
     with ExitStack() as patches:
         for where, name, value in (
@@ -153,6 +154,7 @@ def as_large_as_the_real_model() -> Iterator[None]:
             (transfer, "give", bulk_state),
             (transfer, "CHUNK_BYTES", STATE_CHUNK),
             (membership, "POLL_SECONDS", 10.0),
+            (pulse, "ASKS", 1),
         ):
             patches.enter_context(patch.object(where, name, value))
         yield

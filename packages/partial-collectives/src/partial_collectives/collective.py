@@ -13,6 +13,7 @@ from torch import Tensor
 from partial_collectives.protocol.events import Header, Stage
 
 _HEADER = struct.Struct("<BBBdqBdqB")
+STAGES = frozenset(Stage)
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -95,7 +96,7 @@ def unpacked(block: Tensor) -> Header:
     """Header from the bytes of `packed`; CollectiveError for other bytes."""
     stage, contributes, fresh, weight, deposits, finite, late, late_round, calls = _HEADER.unpack(bytes(block.tolist()))
     numbers = 0 <= weight < math.inf and deposits >= 0 and late_round >= -1
-    if stage not in tuple(Stage) or max(contributes, fresh, finite, calls) > 1 or not numbers:
+    if stage not in STAGES or max(contributes, fresh, finite, calls) > 1 or not numbers:
         raise CollectiveError("the header of a partial round is not one: do all ranks run the same version?")
     return Header(
         Stage(stage), bool(contributes), bool(fresh), weight, deposits, bool(finite), late, late_round, bool(calls)

@@ -24,6 +24,8 @@ from partial_collectives.result import PartialResult
 from partial_collectives.stragglers import Arrivals, Lateness
 
 KINDS = 16
+OWN, KNOWN = (Kind.OVER, Kind.GRACE_OVER), frozenset(Kind)
+"""Kinds of signals that a rank sends to itself alone, and all that there are."""
 MOST_BEGAN = 21
 
 
@@ -231,8 +233,8 @@ class PartialRounds:
 
     def _on_signal(self, source: int, value: int) -> None:
         round_, kind = divmod(value, KINDS)
-        own = {Kind.OVER, Kind.GRACE_OVER} if source != self._comm.rank else set[Kind]()
-        if kind not in tuple(Kind) or kind in own or (kind == Kind.GONE and not self._shrinks):
+        alien = kind in OWN and source != self._comm.rank
+        if kind not in KNOWN or alien or (kind == Kind.GONE and not self._shrinks):
             raise CollectiveError(
                 f"rank {source} sent {value}, which no rank says to another in partial rounds: do all ranks run the "
                 "same version?"
