@@ -5,7 +5,7 @@ and 1 of that for Muon: of 0.6 and 0.9, and of 1/4, 1/2, 1 and 2, the best on te
 from it. SparseLoCo (Sarfi et al., 2025) sends an element about once in 1/density blocks: so it has short ones, and
 "diloco often" as many, both at the task's rate; so do local SGD and Overlap-Local-SGD, every 4 steps, local
 SGD after a tenth of the steps with an average each (post-local SGD, Lin et al., 2020). In 8 bits it is DiLoCo whose
-outer step takes the mean as it is.
+outer step takes the mean as it is. Streaming DiLoCo exchanges a quarter of the model every 8 steps, during 4 of them.
 Bytes are those of the messages, spread over the steps. On the way the model is the agreed one, of the last block that
 has ended.
 """
@@ -15,13 +15,13 @@ from functools import partial
 
 import torch
 from communicators import Communicator
-from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, PeriodicAveraging, SparseLoCo
+from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, PeriodicAveraging, SparseLoCo, StreamingDiLoCo
 from torch import nn
 
 from bench.convergence.rank import Training
 from bench.convergence.ways import WARM_UP, Run, inner_of
 
-TAU, OFTEN, FOUR = 30, 5, 4
+TAU, OFTEN, FOUR, EIGHT = 30, 5, 4, 8
 SHARES = {"adamw": 0.5, "muon": 1.0}
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 
@@ -50,6 +50,15 @@ def training(run: Run, model: nn.Module, rate: float, comm: Communicator) -> Tra
 def _diloco(run: Run, model: nn.Module, rate: float, comm: Communicator, *, compress: str | None = None) -> DiLoCo:
     inner = inner_of(run, model, SHARES[run.optimizer] * rate)
     return DiLoCo(inner, comm=comm, sync_every=TAU, outer=OUTER, compress=compress)
+
+
+def _streaming(
+    run: Run, model: nn.Module, rate: float, comm: Communicator, *, compress: str | None = None
+) -> StreamingDiLoCo:
+    inner, every = inner_of(run, model, SHARES[run.optimizer] * rate), 4 * EIGHT
+    return StreamingDiLoCo(
+        inner, comm=comm, sync_every=every, fragments=4, delay=EIGHT // 2, outer=OUTER, compress=compress
+    )
 
 
 def _often(run: Run, model: nn.Module, rate: float, comm: Communicator) -> DiLoCo:
@@ -83,6 +92,8 @@ RECIPES: dict[str, Make] = {
     "overlap-local-sgd": _overlap,
     "diloco": _diloco,
     "diloco int2": partial(_diloco, compress="int2"),
+    "streaming-diloco": _streaming,
+    "streaming-diloco int2": partial(_streaming, compress="int2"),
     "diloco often": _often,
     "sparseloco": _sparseloco,
 }
@@ -92,6 +103,8 @@ PERIODS = {
     "overlap-local-sgd": FOUR,
     "diloco": TAU,
     "diloco int2": TAU,
+    "streaming-diloco": EIGHT,
+    "streaming-diloco int2": EIGHT,
     "diloco often": OFTEN,
     "sparseloco": OFTEN,
 }

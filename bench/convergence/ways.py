@@ -164,6 +164,8 @@ WAYS: dict[str, Way] = {
     "overlap-local-sgd": _periodic("overlap-local-sgd sync_every=4", optimizers=OPTIMIZERS),
     "diloco": _periodic("diloco sync_every=30"),
     "diloco int2": _periodic("diloco sync_every=30 compress=int2"),
+    "streaming-diloco": _periodic("streaming-diloco sync_every=32"),
+    "streaming-diloco int2": _periodic("streaming-diloco sync_every=32 compress=int2"),
     "diloco often": _periodic("diloco sync_every=5"),
     "sparseloco": _periodic("sparseloco sync_every=5", selects=True),
 }

@@ -126,11 +126,12 @@ class Traffic(NamedTuple):
 
     @classmethod
     def allreduce(cls, nbytes: int, rank: int, size: int, itemsize: int = 1) -> Traffic:
-        """Halving-doubling sum, split evenly among Q ranks, the largest power of two in P.
+        """`schedules.allreduce`: 2n(P − 1)/P elements where P divides n, else as the blocks fall.
 
-        What is given away of ever shorter spans, then the spans that are kept, in 2 log Q messages: 2·(Q − 1)/Q of the
-        bytes where Q divides them; all of them once more from a rank with a folded partner, whose own message is its
-        only one.
+        Ring: all blocks but the next one, then all but the one after it, in 2(P − 1) messages. Halving and doubling,
+        split evenly among Q ranks, the largest power of two in P: what is given away of ever shorter spans, then the
+        spans that are kept, in 2 log Q messages; all of them once more from a rank with a folded partner, whose own
+        message is its only one.
 
         Args:
             nbytes: Bytes of the tensor.
@@ -139,6 +140,10 @@ class Traffic(NamedTuple):
             itemsize: Bytes of an element.
         """
         group = schedules.largest_power_of_two(size)
+        if size != group and nbytes >= schedules.RING_NBYTES:
+            lengths = [high - low for low, high in schedules.block_bounds(nbytes // itemsize, size)]
+            sent = 2 * nbytes - itemsize * (lengths[(rank + 1) % size] + lengths[(rank + 2) % size])
+            return cls.of_bodies(sent, 2 * (size - 1), 2 * (size - 1))
         if rank >= group:
             return cls.of_bodies(nbytes, 1, 2)
         low, high, kept = 0, nbytes // itemsize, 0

@@ -32,16 +32,8 @@ class Dense(Algorithm):
         return Reduction(topk(total, total.numel()), nothing)
 
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
-        """2n(P − 1)/P elements where P divides n, else as the blocks fall, and one slot a message.
-
-        Ring: all blocks but the next one, then all but the one after it, in 2(P − 1) messages. Halving and doubling:
-        see `Traffic.allreduce`.
-        """
-        if size == schedules.largest_power_of_two(size) or numel * dtype.itemsize < schedules.RING_NBYTES:
-            return Traffic.allreduce(numel * dtype.itemsize, rank, size, dtype.itemsize)
-        lengths = [high - low for low, high in schedules.block_bounds(numel, size)]
-        elements = 2 * numel - lengths[(rank + 1) % size] - lengths[(rank + 2) % size]
-        return Traffic.of_bodies(elements * dtype.itemsize, 2 * (size - 1), 2 * (size - 1))
+        """Bytes of the sum, see `Traffic.allreduce`."""
+        return Traffic.allreduce(numel * dtype.itemsize, rank, size, dtype.itemsize)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """None: adding dense vectors costs next to nothing."""

@@ -113,9 +113,7 @@ class Situation:
                 p = way.predict(self.shapes, size=self.ranks, link=self.link, work=self.work[way.name])
                 hidden = self.hidden if way.every == 1 else 0.0
                 seconds = prediction.step_seconds(p, compute=self.compute, backward=hidden)
-                if way.hides:
-                    seconds -= min(self.compute, p.latency + p.transfer)
-                found.append(Step(p, seconds, 0.0))
+                found.append(Step(p, seconds - min(way.hides * self.compute, p.latency + p.transfer), 0.0))
         return found
 
     def _mean(self, step: Step) -> float:

@@ -1,8 +1,8 @@
 """Ways to train that select no entries: what each sends, what it costs a rank, how it is made, and what to write.
 
 A way is advised where the record of `python -m bench convergence` knows how it learns, with the settings that stand
-here. Those of the periodic ones: MuLoCo (Thérien et al., 2025), SparseLoCo (Sarfi et al., 2025), post-local SGD (Lin
-et al., 2020), Overlap-Local-SGD (Wang et al., 2020).
+here. Those of the periodic ones: MuLoCo (Thérien et al., 2025), Streaming DiLoCo (Douillard et al., 2025), SparseLoCo
+(Sarfi et al., 2025), post-local SGD (Lin et al., 2020), Overlap-Local-SGD (Wang et al., 2020).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from communicators import Communicator, Link, SimulatedWorld
 from data_parallel import DistributedOptimizer, powersgd_sent
-from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo
+from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo
 from sparse_collectives import Prediction, Traffic, prediction
 from torch import nn
 from torch.optim import Optimizer
@@ -31,6 +31,7 @@ OUTER_CODE = "partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)"
 MEAN, MEAN_CODE = partial(torch.optim.SGD, lr=1.0), "partial(torch.optim.SGD, lr=1.0)"
 """Outer optimizer that takes the mean as it is."""
 CHUNK, SPARSELOCO_DENSITY = 4096, 0.021
+FRAGMENTS = 4
 SIDE = 1024
 """Parameters of which no shapes are known are taken for matrices of so many rows and columns."""
 MOST_ELEMENTS = 1 << 20
@@ -53,8 +54,8 @@ class Way:
     sent: (rank, size, shapes) -> traffic of an exchange. make: (optimizer, model, comm, steps=, every=) -> the wrapped
     optimizer; steps: of the training. code: the same as text. hook: that of DDP as text, where there is one; settings:
     (steps) -> its own. every: steps between two exchanges. density: share of elements that is sent.
-    gathers: whether a rank gets a message of each other one, so that its work grows with the ranks. hides: whether the
-    exchange goes on during the steps of the next block.
+    gathers: whether a rank gets a message of each other one, so that its work grows with the ranks. hides: share of the
+    steps from one exchange to the next during which it goes on.
     dense_share: share of the steps that are dense first. rate: factor for the learning rate of Adam. optimizers: inner
     ones that it is for.
     """
@@ -69,7 +70,7 @@ class Way:
     every: int = 1
     density: float = 1.0
     gathers: bool = False
-    hides: bool = False
+    hides: float = 0.0
     dense_share: float = 0.0
     rate: float = 1.0
     optimizers: tuple[str, ...] = ALL
@@ -158,7 +159,25 @@ def _overlap() -> Way:
         return OverlapLocalSGD(optimizer, model=model, comm=comm, sync_every=every)
 
     code = "OverlapLocalSGD(OPTIMIZER, model=model, sync_every=4)"
-    return Way("overlap-local-sgd", _model_sent, make, code, options={"sync_every": 4}, every=4, hides=True)
+    return Way("overlap-local-sgd", _model_sent, make, code, options={"sync_every": 4}, every=4, hides=1.0)
+
+
+def _streaming(compress: str | None = None) -> Way:
+    """Exchanges a quarter of the model every 8 steps, during 4 of them."""
+
+    def sent(rank: int, size: int, shapes: Shapes) -> Traffic:
+        quarter = [torch.Size((elements(shapes) // FRAGMENTS,))]
+        return _model_sent(rank, size, quarter) if compress is None else _few_bits_sent(2, rank, size, quarter)
+
+    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
+        own: dict[str, Any] = {"sync_every": FRAGMENTS * every, "fragments": FRAGMENTS, "delay": every // 2}
+        return StreamingDiLoCo(optimizer, model=model, comm=comm, outer=OUTER, compress=compress, **own)
+
+    more, also = ("", {}) if compress is None else (f', compress="{compress}"', {"compress": compress})
+    code = f"StreamingDiLoCo(OPTIMIZER, model=model, sync_every=32, fragments=4, delay=4, outer={OUTER_CODE}{more})"
+    options = {"sync_every": 32, **also}
+    settings: dict[str, Any] = {"every": 8, "hides": 0.5, "rate": 0.5, "optimizers": (*ADAMS, "muon")}
+    return Way("streaming-diloco", sent, make, code, options=options, **settings)
 
 
 def _diloco(every: int, compress: str | None = None, *, rate: float = 1.0) -> Way:
@@ -199,6 +218,8 @@ WAYS: tuple[Way, ...] = (
     _diloco(5),
     _diloco(30, rate=0.5),
     _diloco(30, "int2", rate=0.5),
+    _streaming(),
+    _streaming("int2"),
     _sparse_loco(5),
 )
 BY_NAME = {way.name: way for way in WAYS}
