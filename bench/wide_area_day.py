@@ -11,9 +11,9 @@ millions an hour, 4,096 a step. deaths, joined: machines that have died, and tha
 The optimizers, rounds, membership and the state of newcomers are the packages' own, by messages in virtual time over
 a port each. Not real: every parameter of the model stands for a share of PARAMETERS, LOOK steps pass as one, and a
 sum's bytes go to one neighbour in pieces, before all wait for the slowest; small messages wait behind such a piece,
-as they would not for long in TCP; who waits looks at the board every ten seconds, and asks whether others live three
-times in a time-out. Rounding itself is left out, its
-bytes are not; nothing is learnt, for which see `bench wide-area-learning`.
+as they would not for long in TCP; who waits looks at the board every ten seconds, and asks a silent rank once in a
+time-out whether it lives. Rounding itself is left out, its bytes are not; nothing is learnt, for which see `bench
+wide-area-learning`.
 """
 
 import logging

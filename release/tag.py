@@ -7,6 +7,7 @@ their version of this release, or that of their last tag. That is committed, and
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def with_fragments(tree: dict[str, Package]) -> set[str]:
 def last_version(name: str, root: Path = ROOT) -> str | None:
     """Version of a package's last release as of this commit, if there was one."""
     command = ["git", "-C", str(root), "describe", "--tags", "--abbrev=0", "--match", f"{name}-v*"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     if done.returncode and "No names found" not in done.stderr and "No tags can describe" not in done.stderr:
         raise ReleaseError(f"git describe of {name}: {done.stderr}")
     return done.stdout.strip().removeprefix(f"{name}-v") or None

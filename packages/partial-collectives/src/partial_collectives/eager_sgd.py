@@ -243,6 +243,8 @@ class EagerSGD(Wrapping):
             ValueError: The state is of another rank or another number of them.
             CollectiveError: Ranks give states of different rounds.
         """
+        if self._elastic is None:
+            self._rounds.refuse_begun("load_state_dict()")
         with self.loading(state_dict):
             self._load(state_dict)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, cast
 
 import torch
 from communicators import CollectiveError, Communicator, Stats, as_communicator, run, schedules
+from replicas import wholly
 from torch import Tensor
 
 from partial_collectives.collective import BITS
@@ -89,6 +90,8 @@ class PartialAllreduce:
         CollectiveError: Ranks differ in `like` or settings.
         RuntimeError: MPI has no THREAD_MULTIPLE.
     """
+
+    loads_wholly = True  # its engine goes on meanwhile, see `replicas.wholly`
 
     def __init__(
         self,
@@ -327,18 +330,19 @@ class PartialAllreduce:
         Raises:
             CollectiveError: The states of the ranks are of different rounds.
         """
-        self._refuse_begun("load_state_dict()")
+        self.refuse_begun("load_state_dict()")
         if not joins:
             self._check_residuals(state["residuals"])
         machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
         facts = f"going on with partial rounds from {machine}"
-        self._rounds.restore(state, joins=joins)  # before any rank goes on, and its signals come
+        with wholly(self._rounds, "a PartialAllreduce", state):
+            self._rounds.restore(state, joins=joins)  # before any rank goes on, and its signals come
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
         self._rounds.go_on()
 
     def begin_at(self, number: int) -> None:
         """Begins with the round of this number; for every rank to call, alike, before its first `allreduce()`."""
-        self._refuse_begun("begin_at()")
+        self.refuse_begun("begin_at()")
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ValueError(f"a round's number is {number!r}, expected a whole one from 0 on")
         self._rounds.machine.begin_at(number)  # before any rank goes on, and its signals come
@@ -406,7 +410,15 @@ class PartialAllreduce:
             raise ValueError(f"allreduce() is given {given}, expected {expected}, as in `like`")
         return weighted_copy(tensors, weight), weight
 
-    def _refuse_begun(self, what: str) -> None:
+    def refuse_begun(self, what: str) -> None:
+        """Refuses what may be done before the first round only.
+
+        Args:
+            what: Name of it.
+
+        Raises:
+            RuntimeError: There was a round.
+        """
         if self._rounds.began:
             raise RuntimeError(f"{what} after the first round: call it on a new PartialAllreduce")
 

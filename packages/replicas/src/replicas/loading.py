@@ -6,10 +6,10 @@ refuses values of other kinds than their own, and `wholly` is for what nobody ha
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
-from communicators import CollectiveError
 from torch import Tensor, nn
 
 from replicas.states import check_is_state
@@ -18,6 +18,11 @@ OURS = ("replicas.", "data_parallel.", "local_sgd.", "partial_collectives.", "sp
 COUNTS = range(1 << 62)
 """Whole numbers that a state may count: the sum of two still fits 64 bits."""
 WORDS = range(-(1 << 63), 1 << 63)
+MALFORMED = (
+    *(TypeError, LookupError, AttributeError, ArithmeticError, ValueError),
+    *(NotImplementedError, RecursionError),
+)
+"""Errors of malformed states, beside RuntimeError itself; others, as of memory or files, stay as they are."""
 
 
 @contextmanager
@@ -32,7 +37,8 @@ def wholly(holder: Any, what: str, state: Any) -> Iterator[None]:
                 self.mean.copy_(mean)  # last
 
     Attributes of the object, and of all of ours and all with `load_state_dict` that hang on it, are put back after an
-    error, but for modules; tensors that are written in place must be written last.
+    error, but for modules, and for classes with `loads_wholly = True`, which other threads change and which do so by
+    themselves; tensors that are written in place must be written last.
 
     Args:
         holder: Object that loads.
@@ -41,7 +47,7 @@ def wholly(holder: Any, what: str, state: Any) -> Iterator[None]:
 
     Raises:
         TypeError: It is no state at all.
-        ValueError: In place of whatever a malformed state brings about, but for a CollectiveError.
+        ValueError: In place of whatever a malformed state brings about.
     """
     check_is_state(state)
     before: dict[int, tuple[Any, Any]] = {}
@@ -53,7 +59,7 @@ def wholly(holder: Any, what: str, state: Any) -> Iterator[None]:
     except Exception as error:
         for held, content in before.values():
             _put_back(held, content)
-        if type(error) is ValueError or isinstance(error, CollectiveError):
+        if type(error) is ValueError or not (isinstance(error, MALFORMED) or type(error) is RuntimeError):
             raise
         said = f"{type(error).__name__}: {error!s:.200}"
         raise ValueError(f"the state cannot be loaded into {what} ({said}): it was damaged or cut") from error
@@ -61,7 +67,7 @@ def wholly(holder: Any, what: str, state: Any) -> Iterator[None]:
 
 def _note(held: Any, before: dict[int, tuple[Any, Any]]) -> None:
     """Notes, by identity, the content of an object and of all that hangs on it."""
-    if id(held) in before:
+    if id(held) in before or isinstance(held, Enum) or getattr(type(held), "loads_wholly", False):
         return
     if isinstance(held, dict | list):
         before[id(held)] = held, held.copy()
@@ -85,13 +91,16 @@ def _loads(held: Any) -> bool:
 def _put_back(held: Any, content: Any) -> None:
     if isinstance(held, list):
         held[:] = content
-    else:
-        kept = held if isinstance(held, dict) else vars(held)
-        kept.clear()
-        kept.update(content)
+    elif isinstance(held, dict):
+        held.clear()
+        held.update(content)
+    else:  # never without an attribute, which another thread may look at
+        vars(held).update(content)
+        for added in vars(held).keys() - content.keys():
+            delattr(held, added)
 
 
-def check_like(given: Any, like: Any, where: str, *, settings: bool = False) -> None:
+def check_like(given: Any, like: Any, where: str) -> None:
     """Checks that each value is of the same kind as in a state of this object's own.
 
     Whole numbers count from 0 where the own one does; a tensor has the own one's shape, a list any length. What only
@@ -101,8 +110,6 @@ def check_like(given: Any, like: Any, where: str, *, settings: bool = False) -> 
         given: State.
         like: Own state, of plain values and tensors.
         where: Name of the place, for errors.
-        settings: Whether these are settings and not counts, as in an optimizer's groups or a scheduler: 0 and 0.5 are
-            of one kind then, and dicts in them may have other keys.
 
     Raises:
         ValueError: One is not, or is missing.
@@ -113,13 +120,12 @@ def check_like(given: Any, like: Any, where: str, *, settings: bool = False) -> 
         if lacking := [key for key in like if key not in given]:
             raise ValueError(f"{where} lacks {lacking}: it was damaged or cut")
         for key, value in like.items():
-            of_its_own = {} if settings and isinstance(value, Mapping) else value
-            check_like(given[key], of_its_own, f"{where}, {key}" if where else str(key), settings=settings)
+            check_like(given[key], value, f"{where}, {key}" if where else str(key))
     elif isinstance(like, list | tuple):
         if not isinstance(given, list | tuple):
             raise _unlike(where, given, "a list")
         for one in given if like else ():
-            check_like(one, like[0], f"an entry of {where}", settings=settings)
+            check_like(one, like[0], f"an entry of {where}")
     elif isinstance(like, Tensor):
         _check_tensor(given, like, where)
     elif like is None:
@@ -128,15 +134,23 @@ def check_like(given: Any, like: Any, where: str, *, settings: bool = False) -> 
     elif isinstance(like, bool) or isinstance(given, bool):
         if type(given) is not type(like):
             raise _unlike(where, given, f"a {type(like).__name__}")
-    elif isinstance(like, int) and not settings:
+    elif isinstance(like, int):
         if not isinstance(given, int) or given not in (COUNTS if like >= 0 else WORDS):
             raise _unlike(where, given, "a whole number")
-    elif isinstance(like, int | float):
-        number = isinstance(given, float) or (isinstance(given, int) and given in WORDS)
-        if not number or (given != given and like == like):
+    elif isinstance(like, float):
+        if not is_number(given) or (given != given and like == like):
             raise _unlike(where, given, "a number")
     elif isinstance(like, str) and not isinstance(given, str):
         raise _unlike(where, given, "a text")
+
+
+def is_number(given: Any) -> bool:
+    """Whether it is a float, or a whole number of 64 bits.
+
+    Args:
+        given: Anything.
+    """
+    return isinstance(given, float) or (isinstance(given, int) and not isinstance(given, bool) and given in WORDS)
 
 
 def _check_tensor(given: Any, like: Tensor, where: str) -> None:
@@ -149,7 +163,7 @@ def _check_tensor(given: Any, like: Tensor, where: str) -> None:
 
 
 def is_dense(given: Any) -> bool:
-    """Whether it is a tensor with memory of its own for every element.
+    """Whether it is a tensor with memory for every element.
 
         if not all(map(is_dense, state["residuals"].values())):
             raise ValueError("the residuals were damaged")
@@ -157,13 +171,11 @@ def is_dense(given: Any) -> bool:
     Args:
         given: Anything.
     """
-    return (
-        isinstance(given, Tensor)
-        and given.layout == torch.strided
-        and not given.is_meta
-        and not given.is_complex()
-        and given.untyped_storage().nbytes() >= given.numel() * given.element_size()
-    )
+    if not isinstance(given, Tensor) or given.layout != torch.strided or given.is_meta or given.is_complex():
+        return False
+    steps = zip(given.shape, given.stride(), strict=True)
+    reached = given.storage_offset() + sum((count - 1) * step for count, step in steps) + 1
+    return not given.numel() or given.untyped_storage().nbytes() >= reached * given.element_size()
 
 
 def _unlike(where: str, given: Any, expected: str) -> ValueError:

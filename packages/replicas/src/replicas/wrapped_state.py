@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from replicas.loading import check_like, is_dense
+from replicas.loading import check_like, is_dense, is_number
 
 _HELPERS = "torch.distributed.checkpoint.state_dict"
 _NEW = "new"
@@ -70,17 +70,29 @@ def load_into(held: Any, state: Mapping[str, Any]) -> None:
         state: Its state_dict.
 
     Raises:
-        ValueError: Settings are missing or of another kind, or state by parameter is: in torch's own optimizers also
-            tensors of other shapes.
+        ValueError: Numbers among the settings are something else, or state by parameter is missing or of another kind:
+            in torch's own optimizers also settings that are missing, and tensors of other shapes.
     """
     if isinstance(held, Optimizer):
         _load_optimizer(held, state)
         return
     check_like(state, {}, "the scheduler's state")
-    own = held.state_dict().items()  # of private ones, every version of torch has others
-    like = {key: value for key, value in own if key in state or not key.startswith("_")}
-    check_like(state, like, "the scheduler's state", settings=True)
+    _check_numbers(state, held.state_dict(), "the scheduler's state")
     held.load_state_dict(dict(state))
+
+
+def _check_numbers(given: Mapping[str, Any], own: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError where a setting that is a number or a flag, or a tuple of them, is none, nor None."""
+    for key, like in own.items():
+        told, settings = given.get(key), like if isinstance(like, tuple) else (like,)
+        each = told if isinstance(told, tuple | list) and isinstance(like, tuple) else (told,)
+        if all(map(_is_setting, settings)) and not all(one is None or _is_setting(one) for one in each):
+            raise ValueError(f"{where}, {key} is {told!r:.100}, expected what {like!r} is: it was damaged")
+
+
+def _is_setting(held: Any) -> bool:
+    """Whether it is one number, maybe as a tensor, or a flag."""
+    return held.numel() == 1 if isinstance(held, Tensor) else isinstance(held, bool) or is_number(held)
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -91,12 +103,11 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     before = optimizer.param_groups
     optimizer.load_state_dict(dict(state))
     for group, own in zip(optimizer.param_groups, before, strict=True):
-        numbers = {key: held for key, held in own.items() if key in optimizer.defaults}
-        either = {key for key in numbers if isinstance(numbers[key], Tensor) or isinstance(group.get(key), Tensor)}
-        like = {key: None if key in either else held for key, held in numbers.items()}
-        check_like(group, like, "a group of the wrapped optimizer", settings=True)
-        if wrong := [key for key in either if isinstance(group[key], Tensor) and group[key].numel() != 1]:
-            raise ValueError(f"{wrong} of a group of the wrapped optimizer are tensors, expected one number each")
+        settings = {key: held for key, held in own.items() if key in optimizer.defaults}
+        lacking = [key for key in settings if key not in group] if _is_torchs(optimizer) else []
+        if lacking:
+            raise ValueError(f"a group of the wrapped optimizer lacks {lacking}: it was damaged or cut")
+        _check_numbers(group, settings, "a group of the wrapped optimizer")
     foreseen = _shapes_after_a_step(optimizer)
     for number, p in zip(saved, chain.from_iterable(group["params"] for group in before), strict=True):
         if kept := state["state"].get(number):
@@ -121,16 +132,16 @@ def _check_kept(kept: Mapping[str, Any], foreseen: Mapping[str, Tensor], where: 
 
 def _shapes_after_a_step(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
     """State by parameter after a step, as tensors without memory; {} but for torch's own optimizers."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not _is_torchs(optimizer):
         return {}
     scratch, twins = copy.copy(optimizer), dict[Tensor, Tensor]()
     scratch.state, scratch.param_groups = defaultdict(dict), []
     for group in optimizer.param_groups:
         plain: dict[str, Any] = {key: False for key in ("foreach", "fused", "capturable") if key in group}
+        kinds = dict[Any, Tensor]()  # one for all parameters of a kind: a step takes as long as there are parameters
         for p in group["params"]:
-            twins[p] = torch.empty_like(p, device="meta").requires_grad_(p.requires_grad)
-            twins[p].grad = torch.zeros_like(twins[p]) if p.requires_grad else None
-        scratch.param_groups.append({**group, **plain, "params": [twins[p] for p in group["params"]]})
+            twins[p] = kinds.setdefault((p.shape, p.stride(), p.dtype, p.requires_grad), _twin(p))
+        scratch.param_groups.append({**group, **plain, "params": list(kinds.values())})
     try:
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(scratch)  # without hooks
@@ -138,6 +149,17 @@ def _shapes_after_a_step(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]
         return {}
     of = {p: scratch.state[twin] for p, twin in twins.items()}
     return {p: {name: held for name, held in kept.items() if isinstance(held, Tensor)} for p, kept in of.items()}
+
+
+def _twin(p: Tensor) -> Tensor:
+    """Parameter of the same shape, with a gradient where it has one, without memory."""
+    twin = torch.empty_like(p, device="meta").requires_grad_(p.requires_grad)
+    twin.grad = torch.zeros_like(twin) if p.requires_grad else None
+    return twin
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:

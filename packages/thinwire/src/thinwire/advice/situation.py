@@ -120,8 +120,11 @@ class Situation:
         """Seconds of a step over the whole training, the recommended warm-up included; dense gradients have none."""
         p = step.prediction
         if p.algorithm not in ALGORITHMS or p.density == 1:
-            whole = BY_NAME[p.variant].dense_share if p.variant in BY_NAME else 0.0
+            way = BY_NAME.get(p.variant)
+            whole = way.dense_share if way else 0.0
             dense = self._seconds(self._sending(p, 1.0), 1.0) if whole else 0.0
+            if way and way.every > 1:  # an exchange of its own after every step
+                dense = self.compute + way.every * p.seconds
             return whole * dense + (1 - whole) * step.seconds
         sent = shares(p.density).items()
         return sum(share * self._seconds(self._sending(p, density), p.density) for density, share in sent)

@@ -1,0 +1,87 @@
+"""Legal states that are loaded, and errors that are not a state's."""
+
+import copy
+
+import pytest
+import torch
+from communicators import SimulatedWorld
+from partial_collectives import EagerSGD
+from replicas import load_into, wholly
+from torch.optim import lr_scheduler
+
+
+def inner(**options):
+    model = torch.nn.Linear(3, 2)
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+def sequence(optimizer):
+    parts = lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    return lr_scheduler.SequentialLR(optimizer, list(parts), [3])
+
+
+class Rate:
+    def __call__(self, step):
+        return 0.5
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize(
+    "make",
+    [
+        sequence,
+        lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 2), sequence(optimizer)]),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, Rate()),
+        lr_scheduler.ReduceLROnPlateau,
+    ],
+)
+def test_schedulers_load_their_own_states(make):
+    saved, fresh = make(inner()), make(inner())
+    for _ in range(5):
+        saved.step(*([1.0] if isinstance(saved, lr_scheduler.ReduceLROnPlateau) else []))
+    load_into(fresh, copy.deepcopy(saved.state_dict()))
+    assert fresh.last_epoch == saved.last_epoch if hasattr(saved, "last_epoch") else fresh._last_lr == saved._last_lr
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"lr": torch.tensor(0.1)}])
+def test_settings_may_be_others_than_when_it_was_saved(options):
+    load_into(inner(**options), inner().state_dict())
+    load_into(inner(), inner(**options).state_dict())
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("betas", (0.9, "0.99")), ("fused", torch.zeros(2))])
+def test_a_setting_that_is_none_of_its_kind_is_refused(key, value):
+    state = inner(fused=False).state_dict()
+    state["param_groups"][0][key] = value
+    with pytest.raises(ValueError, match=f"a group of the wrapped optimizer, {key} is"):
+        load_into(inner(fused=False), state)
+
+
+@pytest.mark.parametrize("error", [MemoryError, OSError, torch.OutOfMemoryError])
+def test_errors_that_are_not_the_states_stay_what_they_are(error):
+    with pytest.raises(error), wholly(inner(), "an optimizer", {"state": {}}):
+        raise error("no room")
+
+
+def test_a_state_that_comes_too_late_is_refused_and_training_goes_on():
+    """Rounds go on in the background meanwhile: what they have come to must not be put back."""
+
+    def body(comm):
+        model = torch.nn.Linear(3, 2)
+        optimizer = EagerSGD(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), comm=comm)
+        state = optimizer.state_dict()
+        for step in range(8):
+            comm.elapse(1.0 + comm.rank)
+            optimizer.zero_grad()
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            if comm.rank and step % 2:
+                with pytest.raises(RuntimeError, match="after the first round"):
+                    optimizer.load_state_dict(state)
+        optimizer.finish()
+        optimizer.close()
+        return optimizer.gradients, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    (given, first), *others = SimulatedWorld(3).run(body)
+    assert given == 24
+    assert all(torch.equal(first, other) for _, other in others)
