@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,7 +17,7 @@ from replicas import MuonAdamW, refuse_unlike
 from sparse_collectives import ALGORITHMS, Handling
 from sparse_collectives.prediction import step_seconds
 from thinwire.__main__ import main
-from thinwire.advice import accuracy
+from thinwire.advice import accuracy, ways
 from thinwire.advice.measuring import Trained
 from thinwire.advice.plan import KINDS, Plan
 from thinwire.advice.recommendation import OPTIMIZERS, recommend
@@ -154,6 +156,18 @@ def test_work_is_that_of_the_real_optimizers_and_grows_with_what_is_done():
     assert all(number >= 0 for one in work.values() for number in one)
     packed, plain = (sum(work[f"diloco sync_every=30{more}"]) for more in (" compress=int2", ""))
     assert packed > plain > 0
+
+
+def test_work_of_fragments_that_differ_is_their_mean(monkeypatch):
+    now, seconds = [0.0], itertools.cycle([1.0, 2.0, 3.0, 6.0])
+
+    class Streams:
+        def step(self):
+            now[0] += next(seconds)
+
+    monkeypatch.setattr(ways, "_now", lambda device: now[0])
+    way = replace(BY_NAME["streaming-diloco sync_every=32"], make=lambda *_, **__: Streams())
+    assert ways._seconds(way, [torch.Size((2, 3))], CPU, 1) == 3.0
 
 
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1 << 20, 25_000_000])

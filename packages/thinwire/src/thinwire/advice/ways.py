@@ -55,7 +55,7 @@ class Way:
     optimizer; steps: of the training. code: the same as text. hook: that of DDP as text, where there is one; settings:
     (steps) -> its own. every: steps between two exchanges. density: share of elements that is sent.
     gathers: whether a rank gets a message of each other one, so that its work grows with the ranks. hides: share of the
-    steps from one exchange to the next during which it goes on.
+    steps from one exchange to the next during which it goes on. fragments: of which each exchange is one.
     dense_share: share of the steps that are dense first. rate: factor for the learning rate of Adam. optimizers: inner
     ones that it is for.
     """
@@ -71,6 +71,7 @@ class Way:
     density: float = 1.0
     gathers: bool = False
     hides: float = 0.0
+    fragments: int = 1
     dense_share: float = 0.0
     rate: float = 1.0
     optimizers: tuple[str, ...] = ALL
@@ -176,7 +177,8 @@ def _streaming(compress: str | None = None) -> Way:
     more, also = ("", {}) if compress is None else (f', compress="{compress}"', {"compress": compress})
     code = f"StreamingDiLoCo(OPTIMIZER, model=model, sync_every=32, fragments=4, delay=4, outer={OUTER_CODE}{more})"
     options = {"sync_every": 32, **also}
-    settings: dict[str, Any] = {"every": 8, "hides": 0.5, "rate": 0.5, "optimizers": (*ADAMS, "muon")}
+    settings: dict[str, Any] = {"every": 8, "hides": 0.5, "fragments": FRAGMENTS, "rate": 0.5}
+    settings["optimizers"] = (*ADAMS, "muon")
     return Way("streaming-diloco", sent, make, code, options=options, **settings)
 
 
@@ -277,6 +279,7 @@ def _few(shapes: Shapes) -> Iterator[torch.Size]:
 
 def _seconds(way: Way | None, shapes: Shapes, device: torch.device, ranks: int) -> float:
     """Seconds of a rank in a step with one exchange, the least of several: simulated ranks take turns on one core."""
+    fragments = 1 if way is None else way.fragments
 
     def steps(comm: Communicator) -> list[float]:
         model = nn.ParameterList(nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes)
@@ -288,9 +291,10 @@ def _seconds(way: Way | None, shapes: Shapes, device: torch.device, ranks: int) 
             p.grad = torch.randn_like(p)
         for _ in range(WARMED + REPEATS):
             begin = _now(device)
-            optimizer.step()
-            exchange()
-            times.append(_now(device) - begin)
+            for _ in range(fragments):  # which differ in size
+                optimizer.step()
+                exchange()
+            times.append((_now(device) - begin) / fragments)
         return times[WARMED:]
 
     return min(SimulatedWorld(ranks).run(steps)[0]) / (ranks if way else 1)
