@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from communicators import CollectiveError, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, PartialAllreduce
-from partial_collectives.pulse import ASKS, HEARD, Pulse
+from partial_collectives.pulse import ASKS, HEARD, WIDER, Pulse
 from ranks_on_threads import on_all, ranks
 
 HOURS = 7200.0
@@ -25,16 +27,16 @@ def slow_everywhere(comm, quorum):
     def computes():
         comm.elapse(HOURS if slow else 1e-3)
 
-    partial = PartialAllreduce(torch.zeros(1), comm, quorum=quorum, max_staleness=1)
+    rounds = PartialAllreduce(torch.zeros(1), comm, quorum=quorum, max_staleness=1)
     for _ in range(3):
         computes()
-        got += sum(result.total.item() for result in partial.allreduce(torch.ones(1)))
+        got += sum(result.total.item() for result in rounds.allreduce(torch.ones(1)))
     computes()
-    got += sum(result.total.item() for result in partial.synchronize())
+    got += sum(result.total.item() for result in rounds.synchronize())
     computes()
-    got += sum(result.total.item() for result in partial.finish())
+    got += sum(result.total.item() for result in rounds.finish())
     computes()
-    partial.close()
+    rounds.close()
     return got
 
 
@@ -69,10 +71,10 @@ def test_who_waits_for_longer_than_the_time_out_says_so_and_goes_on(warning):
 
     def body(comm):
         comm.timeout = 1.0
-        with PartialAllreduce(torch.zeros(1), comm, quorum="solo", max_staleness=0) as partial:
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo", max_staleness=0) as rounds:
             if comm.rank == 1:
                 assert warning.event.wait(30)
-            (result,) = partial.allreduce(torch.ones(1))
+            (result,) = rounds.allreduce(torch.ones(1))
         return result.total.item()
 
     assert on_all(comms, body) == [3.0] * 3
@@ -86,14 +88,14 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others():
 
     def body(comm):
         comm.timeout = 1.0
-        partial = PartialAllreduce(torch.zeros(1), comm, quorum=3)
+        rounds = PartialAllreduce(torch.zeros(1), comm, quorum=3)
         if comm.rank == 1:
-            line = partial._rounds._signals._comm.transport.line
+            line = rounds._rounds._signals._comm.transport.line
             line.received = list
             assert stopped.wait(30)
             return None
         try:
-            partial.allreduce(torch.ones(1))
+            rounds.allreduce(torch.ones(1))
         except CollectiveError as error:
             return str(error)
         finally:
@@ -109,20 +111,107 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others():
 def test_a_pulse(events):
     """In vain once ASKS questions in a row had no answer, the first of them one look after the last sign of life."""
     asked, answered, unanswered = [], {1}, HEARD
-    pulse = Pulse(9.0, asked.append, answered)
+    pulse = Pulse(0, 9.0, asked.append, answered, set())
     for event in events:
         if event == "answers":
             answered.add(1)
             unanswered = HEARD
         else:
             asked.clear()
-            silent = pulse.feel([1], "rank 0 waits")
+            silent = pulse.feel([1], (), "rank 0 waits")
             assert silent == ([1] if unanswered >= ASKS else [])
             if silent:
                 assert pulse.silence(1).startswith("rank 1 has not answered for 9 s")
                 return
             unanswered += 1
             assert asked == [1] * (unanswered > 0)
+
+
+@dataclass
+class Ring:
+    """Ranks whose waiting ones look in turn, each answered before the next look. dark: pairs whose link is broken.
+
+    asked: questions of the last look of all. found: of each rank that waits, those that it takes for gone.
+    """
+
+    ranks: int
+    dead: frozenset[int]
+    waiting: frozenset[int]
+    dark: frozenset[frozenset[int]] = frozenset()
+    asked: int = 0
+
+    def __post_init__(self):
+        self.found = {rank: set() for rank in self.waiting}
+        self._heard = {rank: (set(), set()) for rank in range(self.ranks)}
+        self._pulses = {rank: Pulse(rank, 9.0, partial(self._ask, rank), *self._heard[rank]) for rank in self.waiting}
+
+    def _ask(self, source, target):
+        self.asked += 1
+        if target not in self.dead and frozenset({source, target}) not in self.dark:
+            self._hears(target, source, waits=True)
+            self._hears(source, target, waits=target in self.waiting)
+
+    def _hears(self, rank, of, *, waits):
+        answered, waiting = self._heard[rank]
+        answered.add(of)
+        (waiting.add if waits else waiting.discard)(of)
+
+    def look(self, needs=()):
+        """Each waiting rank looks; what one finds all others hear."""
+        self.asked, gone = 0, set().union(*self.found.values())
+        for rank, pulse in self._pulses.items():
+            if rank in self.dead:
+                continue
+            self.found[rank].update(pulse.feel(set(range(self.ranks)) - {rank} - gone, needs, "waits"))
+
+
+@given(st.data(), st.sampled_from([2, 3, 5, 8, 20, 100]))
+def test_whoever_is_gone_is_found_by_one_that_waits(data, ranks):
+    """Also a rank that had said before that it waits; three looks later than others, and one for eight times P."""
+    dies = data.draw(st.frozensets(st.integers(0, ranks - 1), max_size=ranks - 1))
+    lives = sorted(set(range(ranks)) - dies)
+    goes_on = data.draw(st.frozensets(st.sampled_from(lives), min_size=1))
+    ring = Ring(ranks, frozenset(), goes_on | data.draw(st.frozensets(st.integers(0, ranks - 1))) & dies)
+    for _ in range(data.draw(st.integers(0, 12))):
+        ring.look()
+    assert not set().union(*ring.found.values())
+    ring.dead = dies
+    for _ in range(ASKS + 3 + 3 + (ranks > 9) + (ranks > 65)):
+        ring.look()
+    assert set().union(*ring.found.values()) == dies
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 100, 1000])
+def test_questions_of_ranks_that_wait_together_are_few(ranks):
+    """Few for each of them from the first look on, whatever their number."""
+    ring = Ring(ranks, frozenset(), frozenset(range(ranks)))
+    asked = []
+    for _ in range(20):
+        ring.look(needs=[0])
+        asked.append(ring.asked / ranks)
+    assert max(asked) <= WIDER + 1
+    assert max(asked[4:]) <= 2
+
+
+def test_one_that_waits_alone_asks_all():
+    ring = Ring(100, frozenset(), frozenset({7}))
+    asked = []
+    for _ in range(6):
+        ring.look()
+        asked.append(ring.asked)
+    assert asked[:2] == [0, 8]
+    assert asked[-1] + asked[-2] == 99  # each at every other look, as it was heard of at the one between
+
+
+def test_a_broken_link_to_a_rank_that_is_needed_is_found():
+    """Others who reach that rank say nothing of it; who does not need it does not ask it either."""
+    ring = Ring(8, frozenset(), frozenset(range(8)), dark=frozenset({frozenset({1, 5})}))
+    for _ in range(ASKS + 2):
+        ring.look()
+    assert not any(ring.found.values())
+    for _ in range(ASKS + 2):
+        ring.look(needs=[5])
+    assert ring.found == {rank: {5} if rank == 1 else set() for rank in range(8)}
 
 
 class Raises(torch.optim.lr_scheduler.LRScheduler):

@@ -47,12 +47,14 @@ class Work(ABC, Generic[T]):
         ended: Time of its result or error, by the same clock; None until then.
         bytes_sent: Bytes that this rank has sent in it so far, as `Communicator.bytes_sent` counts them.
         error: Error that `wait` would raise; None while the collective has not failed.
+        peers: Ranks with which it exchanges messages in its current round, some twice; of the last one at its end.
     """
 
     began: float
     ended: float | None
     bytes_sent: int
     error: CollectiveError | None
+    peers: Collection[int] = ()
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T:

@@ -6,7 +6,7 @@ meaning must bear being heard twice, or late.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from communicators.errors import CollectiveError
@@ -23,11 +23,13 @@ class Attempt(ABC):
         value: Result that the schedule has returned.
         error: Error of the attempt, on this rank alone; None while it has not failed.
         lost: Rank whose lost connection made the attempt fail.
+        peers: Ranks with which it exchanges messages in its current round, as `Work.peers`.
     """
 
     value: Any
     error: CollectiveError | None
     lost: int | None
+    peers: Collection[int]
 
     @abstractmethod
     def when_over(self, callback: Callable[[], None]) -> None:

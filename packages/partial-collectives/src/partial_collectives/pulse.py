@@ -8,6 +8,8 @@ ASKS = 8
 """Questions in a row without an answer, spread over the time-out, after which a rank counts as unreachable."""
 HEARD = -1
 """Questions without an answer, of a peer that was heard of since the last look."""
+WIDER = 8
+"""Ranks after its own that a waiting rank looks at first; so many times as many at each further look."""
 
 logger = logging.getLogger(__name__)
 
@@ -15,22 +17,30 @@ logger = logging.getLogger(__name__)
 class Pulse:
     """Counts questions, not seconds: a rank that was stopped itself must not take the others for gone.
 
-    Who was heard of since the last look is not asked: of two ranks that wait, one asks at a time.
+    A waiting rank asks the ranks that it needs something from itself, and those after its own number up to the next one
+    that waits as well, which asks those after it. So all are asked, by a few messages of each. Who was heard of since
+    the last look is not asked: of two ranks that wait, one asks at a time.
 
     timeout: seconds. ask(peer): sends a question. answered: peers that were heard of since it was emptied last.
+    waiting: those of which the last word was that they wait.
     """
 
-    def __init__(self, timeout: float, ask: Callable[[int], None], answered: set[int]) -> None:
+    def __init__(
+        self, rank: int, timeout: float, ask: Callable[[int], None], answered: set[int], waiting: set[int]
+    ) -> None:
         self.seconds = timeout / (ASKS + 2)
-        self._timeout, self._ask, self._answered = timeout, ask, answered
+        self._rank, self._timeout, self._ask = rank, timeout, ask
+        self._answered, self._waiting = answered, waiting
         self._unanswered: defaultdict[int, int] = defaultdict(lambda: HEARD)
-        self._felt = 0
+        self._felt, self._watched = 0, list[int]()
         answered.clear()
+        waiting.clear()
 
-    def feel(self, peers: Collection[int], waits: str) -> list[int]:
+    def feel(self, peers: Collection[int], needs: Collection[int], waits: str) -> list[int]:
         """Asks silent peers, every `seconds` of a wait; returns those that have not answered for the whole time-out.
 
-        waits: who waits for whom, for a warning when it takes long.
+        needs: those of the peers without whose own messages this rank cannot go on. waits: who waits for whom, for a
+        warning when it takes long.
         """
         self._felt += 1
         heard = set(self._answered)
@@ -39,13 +49,20 @@ class Pulse:
             self._unanswered[peer] = HEARD
         if silent := [peer for peer in sorted(peers) if self._unanswered[peer] >= ASKS]:
             return silent
-        for peer in sorted(peers):
+        self._watched = self._after(peers)
+        for peer in sorted({*self._watched, *needs}.intersection(peers)):
             self._unanswered[peer] += 1
             if self._unanswered[peer] > 0:
                 self._ask(peer)
         if self._felt % (ASKS + 2) == 0:
             logger.warning("%s, for %g s now; all ranks live", waits, self._felt * self.seconds)
         return []
+
+    def _after(self, peers: Collection[int]) -> list[int]:
+        """Peers after this rank, round the ring, up to the first that waits, and answers."""
+        after = sorted(peers, key=lambda peer: (peer < self._rank, peer))[: WIDER**self._felt]
+        stands_in = self._waiting.intersection(peer for peer in self._watched if self._unanswered[peer] <= 1)
+        return after[: next((at for at, peer in enumerate(after, 1) if peer in stands_in), None)]
 
     def silence(self, peer: int) -> str:
         """Reason for which a peer is not waited for any longer."""

@@ -4,7 +4,7 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -27,6 +27,8 @@ KINDS = 16
 OWN, KNOWN = (Kind.OVER, Kind.GRACE_OVER), frozenset(Kind)
 """Kinds of signals that a rank sends to itself alone, and all that there are."""
 MOST_BEGAN = 21
+WAITS = 1
+"""In place of a round's number, beside `Kind.LIVE`: its sender waits as well."""
 
 
 class PartialRounds:
@@ -77,7 +79,7 @@ class PartialRounds:
         self._graced, self._leaving = -1, 0  # rounds that this rank leaves for later
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self.calls = self.called = False
-        self._answered: set[int] = set()
+        self._answered, self._waiting = set[int](), set[int]()
         self._closing = frozenset[int]()
         self._data = None if shrinks else comm.duplicate()
         with self._lock:  # signals of faster ranks may come before this one has returned
@@ -124,11 +126,12 @@ class PartialRounds:
 
         A slow rank is waited for as long as it takes, but its engine must answer.
         """
-        pulse = Pulse(self._comm.timeout, lambda peer: self._signals.send(peer, Kind.LIVES), self._answered)
+        ask = partial(self._signals.send, value=Kind.LIVES)
+        pulse = Pulse(self._comm.rank, self._comm.timeout, ask, self._answered, self._waiting)
         self._count("waits", True)
         try:
             while not self._waited(over, pulse.seconds):
-                if silent := pulse.feel(self._others - self._gone(), self._waits()):
+                if silent := pulse.feel(self._others - self._gone(), self._needs(), self._waits()):
                     self._give_up_on(silent, pulse.silence(silent[0]))
         finally:
             self._count("waits", False)
@@ -240,6 +243,8 @@ class PartialRounds:
                 "same version?"
             )
         self._answered.add(source)
+        waits = kind == Kind.LIVES or (kind == Kind.LIVE and round_ == WAITS)
+        (self._waiting.add if waits else self._waiting.discard)(source)
         with self._lock:
             if kind == Kind.OVER:
                 if round_ == self._number:
@@ -247,7 +252,7 @@ class PartialRounds:
             elif kind == Kind.GRACE_OVER:
                 self._do(self.machine.grace_over(round_))
             elif kind == Kind.LIVES:
-                self._signals.send(source, Kind.LIVE)
+                self._signals.send(source, KINDS * (WAITS if "waits" in self._busy else 0) + Kind.LIVE)
             elif kind == Kind.CLOSES:
                 self._closing |= {source}
             elif kind != Kind.LIVE:
@@ -384,6 +389,14 @@ class PartialRounds:
     def _gone(self) -> frozenset[int]:
         """Ranks that have departed, or are gone as others tell."""
         return self._signals.departed | self._others - self.machine.members
+
+    def _needs(self) -> Collection[int]:
+        """Ranks that this one waits for by itself, as it would not hear of them from others."""
+        if self.machine.over:
+            return self._others - self._closing
+        if self._collective is not None and (self.machine.joined or self.machine.recovering):
+            return self._collective.peers
+        return {self.machine.coordinator}
 
     def _looks(self, over: Callable[[], bool]) -> bool:
         """Whether the condition holds, or waiting is in vain. A rank that has departed and has not closed is gone.

@@ -70,7 +70,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         self._label.__enter__()
         self.device, self.side = device, cast(SideStream | None, None)
         self._timeout = timeout
-        self._peers: tuple[int, ...] = ()  # of the current round, some twice
+        self.peers: tuple[int, ...] = ()
         self._sources: Collection[int] = ()  # those that it lacks messages of, as far as it has looked
         self._pending: Pending | None = None
         self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
@@ -90,7 +90,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
 
     def wait(self, timeout: float | None = None) -> Any:
         if not self.is_over(timeout):
-            raise TimeoutError(f"not completed within {timeout} s: {self.call.waits(self._peers)}")
+            raise TimeoutError(f"not completed within {timeout} s: {self.call.waits(self.peers)}")
         return self.result() if self.side is None else owned_here(self.result(), self.device)
 
     def is_completed(self) -> bool:
@@ -246,7 +246,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
             self._pending = self.comm.transport.post(self.call, action, device)
             if self._pending is None:
                 raise TypeError(f"{type(self.comm.transport).__name__}.post() returned None, expected a Pending")
-            self._peers = *action.sends, *action.recvs
+            self.peers = *action.sends, *action.recvs
             if self.call.counted and action.sends:
                 nbytes = sum([payload.wire_nbytes for payload in action.sends.values()])
                 self.bytes_sent += nbytes

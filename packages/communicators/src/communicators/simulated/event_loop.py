@@ -43,8 +43,9 @@ class SimulatedCall(Work[Any], Attempt):
     value = lost = None  # lost: signals tell which ranks have departed
     bytes_sent = 0
 
-    def __init__(self, loop: EventLoop, call: Call, context: Context) -> None:
+    def __init__(self, loop: EventLoop, call: Call, context: Context, places: Sequence[int]) -> None:
         self._loop, self.call, self.context, self.began = loop, call, context, loop.now
+        self._places, self.met = places, tuple[int, ...]()  # met: places of its peers
         self.name: Name = (context, call.number)
         self.done = False
         self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity
@@ -53,6 +54,10 @@ class SimulatedCall(Work[Any], Attempt):
         self.received: Received = {}
         self.waiter: Action | None = None
         self.callbacks: list[Action] = []
+
+    @property
+    def peers(self) -> list[int]:  # type: ignore[override]
+        return [self._places.index(place) for place in self.met]
 
     def wait(self, timeout: float | None = None) -> Any:
         self._loop.wait(self.call.rank, self, timeout)
@@ -114,14 +119,22 @@ class EventLoop:
 
     # Called in a rank's thread.
 
-    def submit(self, rank: int, schedule: Schedule[Any], facts: str, timeout: float, context: Context) -> SimulatedCall:
-        """Starts a call."""
+    def submit(
+        self,
+        rank: int,
+        schedule: Schedule[Any],
+        facts: str,
+        timeout: float,
+        context: Context,
+        places: Sequence[int] | None = None,
+    ) -> SimulatedCall:
+        """Starts a call. places: those of its communicator's ranks in the world; default all of them."""
         if (poison := self.poisoned(context)) is not None:
             schedule.close()
             raise CollectiveError(str(poison)) from poison.__cause__
         call = Call(schedule, rank=rank, size=self.world.size, facts=facts, number=self._calls[rank][context])
         self._calls[rank][context] += 1
-        outstanding = SimulatedCall(self, call, context)
+        outstanding = SimulatedCall(self, call, context, places or range(self.world.size))
         self._wishes.append(lambda: self._begin(outstanding, timeout))
         return outstanding
 
@@ -350,7 +363,7 @@ class EventLoop:
 
     def _post(self, outstanding: SimulatedCall, action: Round) -> None:
         call, outstanding.received, outstanding.unsent = outstanding.call, {}, len(action.sends)
-        outstanding.posted = self.now
+        outstanding.posted, outstanding.met = self.now, (*action.sends, *action.recvs)
         outstanding.lacks = {peer: (call.tag(peer, call.heard), capacity) for peer, capacity in action.recvs.items()}
         for target, payload in action.sends.items():
             fault = self.world.faults.get((call.rank, self.messages_sent[call.rank]))

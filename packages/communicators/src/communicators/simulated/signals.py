@@ -100,7 +100,7 @@ class SimulatedSignals(Signals):
         context = (*self._context, zlib.crc32(facts.encode()))
         self._loop.outliving.add(context)
         places = [self._places[member] for member in members]
-        return self._loop.submit(self._place, among(schedule, places, facts), facts, math.inf, context)
+        return self._loop.submit(self._place, among(schedule, places, facts), facts, math.inf, context, self._places)
 
     def leave(self, why: str) -> None:
         del why

@@ -177,7 +177,7 @@ class SimulatedCommunicator(Communicator):
             raise CollectiveError("this communicator is closed")
         if self._members is not None:
             schedule = among(schedule, self._members, facts)
-        return self.loop.submit(self._place, schedule, facts, timeout, self.context)
+        return self.loop.submit(self._place, schedule, facts, timeout, self.context, self._members)
 
     def duplicate(self) -> SimulatedCommunicator:
         self._duplicates = [made for made in self._duplicates if not made._closed]
