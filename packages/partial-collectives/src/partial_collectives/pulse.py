@@ -47,16 +47,15 @@ class Pulse:
         self._answered -= heard
         for peer in heard:
             self._unanswered[peer] = HEARD
-        if silent := [peer for peer in sorted(peers) if self._unanswered[peer] >= ASKS]:
-            return silent
+        silent = [peer for peer in sorted(peers) if self._unanswered[peer] >= ASKS]
         self._watched = self._after(peers)
-        for peer in sorted({*self._watched, *needs}.intersection(peers)):
+        for peer in sorted({*self._watched, *needs}.intersection(peers).difference(silent)):
             self._unanswered[peer] += 1
             if self._unanswered[peer] > 0:
                 self._ask(peer)
-        if self._felt % (ASKS + 2) == 0:
+        if not silent and self._felt % (ASKS + 2) == 0:
             logger.warning("%s, for %g s now; all ranks live", waits, self._felt * self.seconds)
-        return []
+        return silent
 
     def _after(self, peers: Collection[int]) -> list[int]:
         """Peers after this rank, round the ring, up to the first that waits, and answers."""
