@@ -49,7 +49,7 @@ class Pulse:
             self._unanswered[peer] = HEARD
         silent = [peer for peer in sorted(peers) if self._unanswered[peer] >= ASKS]
         self._watched = self._after(peers)
-        for peer in sorted({*self._watched, *needs}.intersection(peers).difference(silent)):
+        for peer in sorted({*self._watched, *needs}.intersection(peers)):
             self._unanswered[peer] += 1
             if self._unanswered[peer] > 0:
                 self._ask(peer)
