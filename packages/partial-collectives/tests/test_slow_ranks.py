@@ -107,6 +107,27 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others():
     assert said[0].startswith(expected)
 
 
+def test_two_ranks_that_do_not_hear_each_other_are_found_though_all_others_hear_both():
+    """One of them counts the arrivals, and the other, which is not next to it, arrives."""
+    comms = ranks(5)
+
+    def body(comm):
+        comm.timeout = 1.0
+        rounds = PartialAllreduce(torch.zeros(1), comm, quorum=5)
+        drawn = rounds._rounds.machine.coordinator
+        deaf = {drawn: (drawn + 2) % 5, (drawn + 2) % 5: drawn}.get(comm.rank)
+        line = rounds._rounds._signals._comm.transport.line
+        hears = line.received
+        line.received = lambda: [message for message in hears() if message[0] != deaf]
+        try:
+            rounds.allreduce(torch.ones(1))
+        except CollectiveError as error:
+            return str(error)
+
+    (said,) = set(on_all(comms, body))
+    assert "has not answered for 1 s" in said
+
+
 @given(st.lists(st.sampled_from(["feels", "answers"]), max_size=60))
 def test_a_pulse(events):
     """In vain once ASKS questions in a row had no answer, the first of them one look after the last sign of life."""
