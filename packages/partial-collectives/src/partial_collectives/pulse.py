@@ -32,7 +32,7 @@ class Pulse:
         self._rank, self._timeout, self._ask = rank, timeout, ask
         self._answered, self._waiting = answered, waiting
         self._unanswered: defaultdict[int, int] = defaultdict(lambda: HEARD)
-        self._felt, self._watched = 0, list[int]()
+        self._felt = 0
         answered.clear()
         waiting.clear()
 
@@ -48,8 +48,9 @@ class Pulse:
         for peer in heard:
             self._unanswered[peer] = HEARD
         silent = [peer for peer in sorted(peers) if self._unanswered[peer] >= ASKS]
-        self._watched = self._after(peers)
-        for peer in sorted({*self._watched, *needs}.intersection(peers)):
+        after = self._after(peers)
+        self._waiting.intersection_update(after)  # the word of one that is not asked grows old
+        for peer in sorted({*after, *needs}.intersection(peers)):
             self._unanswered[peer] += 1
             if self._unanswered[peer] > 0:
                 self._ask(peer)
@@ -60,8 +61,8 @@ class Pulse:
     def _after(self, peers: Collection[int]) -> list[int]:
         """Peers after this rank, round the ring, up to the first that waits, and answers."""
         after = sorted(peers, key=lambda peer: (peer < self._rank, peer))[: WIDER**self._felt]
-        stands_in = self._waiting.intersection(peer for peer in self._watched if self._unanswered[peer] <= 1)
-        return after[: next((at for at, peer in enumerate(after, 1) if peer in stands_in), None)]
+        waits = (at for at, peer in enumerate(after, 1) if peer in self._waiting and self._unanswered[peer] <= 1)
+        return after[: next(waits, None)]
 
     def silence(self, peer: int) -> str:
         """Reason for which a peer is not waited for any longer."""

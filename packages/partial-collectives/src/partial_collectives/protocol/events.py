@@ -41,7 +41,8 @@ class Kind(IntEnum):
 
     ARRIVED, BEGIN: its sender has come to a round; the round begins. GONE: a rank is gone, whose number stands for that
     of the round. The machine hears no others. OVER, GRACE_OVER: to the rank itself, that a round's collective or a
-    grace is over. LIVES, LIVE: a rank that waits asks whether another lives; that it does, and whether it waits too. CLOSES: that it closes.
+    grace is over. LIVES, LIVE: a rank that waits asks whether another lives; that it does, and whether it waits too.
+    CLOSES: that it closes.
     """
 
     ARRIVED = 0
