@@ -47,7 +47,7 @@ PARAMETERS, STATE_BYTES, TOKENS = 125e6, 20, 4096
 """Of the model; a newcomer gets of each 20 bytes: weight, anchor, outer momentum, Adam's two."""
 NUMEL, PIECE_BYTES, STATE_CHUNK, GIVE = 64, 10e6, 9, transfer.give
 """Elements of each of the simulated model's four tensors; most bytes of a sum's pieces."""
-EVERY, LOOK = 500, 25
+EVERY, LOOK = 500, 5
 FOREVER = 1e9
 SHOWN = ("way", "goodput", "tokens", "rounds", "deaths", "joined")
 
@@ -66,10 +66,10 @@ class Machine:
         """Seconds of its step where nothing is amiss."""
         return self.slowness * self.troubles.step
 
-    def seconds(self, draw: np.random.Generator) -> Callable[[float], float]:
-        """Draws the seconds of its next LOOK steps, by the time."""
+    def seconds(self, steps: int, draw: np.random.Generator) -> Callable[[float], float]:
+        """Draws the seconds of its next steps, by the time."""
         slow = slow_ones(self.troubles, 1, draw)
-        return lambda now: self.slowness * float(step_seconds(self.troubles, slow(now).repeat(LOOK), draw).sum())
+        return lambda now: self.slowness * float(step_seconds(self.troubles, slow(now).repeat(steps), draw).sum())
 
     def faults(self, place: int) -> list[Dies | LinkLost]:
         """Its death, in a simulated world."""
@@ -162,24 +162,29 @@ def as_large_as_the_real_model() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Way:
-    """make: optimizer of an inner one. timeout: of the Elastic, which an exchange without rounds must not exceed."""
+    """make: optimizer of an inner one. timeout: of the Elastic, which an exchange without rounds must not exceed.
+
+    streams: in four fragments, each of which has a quarter of the block to come.
+    """
 
     make: partial[Any]
     timeout: float = 3600.0
+    streams: bool = False
+
+    def optimizer(self, model: nn.Module, inner: torch.optim.Optimizer, every: int, comm: Elastic) -> Any:
+        """Optimizer of this way, over blocks of so many steps."""
+        streams = {"fragments": 4, "delay": every // 4} if self.streams else {}
+        return self.make(inner, model=model, sync_every=every, comm=comm, broadcast=False, **streams)
 
 
-STREAMS: dict[str, Any] = {"fragments": 4, "delay": EVERY // LOOK // 4}
 WAYS = {
     "DiLoCo": Way(partial(DiLoCo)),
-    "Streaming DiLoCo": Way(partial(StreamingDiLoCo, **STREAMS)),
+    "Streaming DiLoCo": Way(partial(StreamingDiLoCo), streams=True),
     "DiLoCo, majority": Way(partial(DiLoCo, allreduce=partial(PartialAllreduce, quorum="majority")), 120.0),
     "all together": Way(
-        partial(
-            StreamingDiLoCo,
-            allreduce=partial(PartialAllreduce, quorum="majority", compress="int2"),
-            **STREAMS,
-        ),
+        partial(StreamingDiLoCo, allreduce=partial(PartialAllreduce, quorum="majority", compress="int2")),
         120.0,
+        streams=True,
     ),
 }
 
@@ -231,7 +236,7 @@ class Cluster:
 
     def _live(self, comm: SimulatedCommunicator, machine: Machine, day: Day, seed: int) -> None:
         """Trains until the machine dies, or the day is over; joins anew where it was left out."""
-        seconds = machine.seconds(np.random.default_rng((seed, comm.rank)))
+        seconds = machine.seconds(LOOK, np.random.default_rng((seed, comm.rank)))
         comm.elapse(machine.life.begins)
         while comm.clock() < machine.life.dies:
             try:
@@ -248,7 +253,7 @@ class Cluster:
         day.joined += world.newcomer
         model = nn.ParameterDict({str(number): torch.zeros(NUMEL) for number in range(4)})
         inner = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = self.way.make(inner, model=model, sync_every=EVERY // LOOK, comm=world, broadcast=False)
+        optimizer = self.way.optimizer(model, inner, EVERY // LOOK, world)
         looks = given = 0
         while comm.clock() < machine.life.dies:
             comm.elapse(seconds(comm.clock()))

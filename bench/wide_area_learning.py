@@ -4,7 +4,8 @@
 
 Machines, troubles and ways are those of `bench wide-area-day`, but that a machine dies every 50 hours, so that some do
 within the run. An LSTM on the text of Python's own help stands for that benchmark's model: rates are as much lower as
-it is smaller, and a step of 125 s for 25 of those. A training ends when all machines together have taken P·N steps;
+it is smaller, and a step of 125 s for 25 of those, so that rounds wait five times as long for who does not answer. A
+training ends when all machines together have taken P·N steps;
 then the loss of a held-out character, in nats, of the model that all have. "equal": the same way over machines of one
 speed without links, troubles or deaths; ratio: loss over that of equal `DiLoCo`.
 """
@@ -32,9 +33,9 @@ from bench.convergence.tasks import LENGTH, LSTMLM, TASKS, characters
 from bench.elastic_cluster import Life
 from bench.record import asked, parser_of, record
 from bench.troubles import Troubles
-from bench.wide_area_day import LOOK, PARAMETERS, WAYS, Machine, Way, drawn
+from bench.wide_area_day import PARAMETERS, WAYS, Machine, Way, drawn
 
-EVERY, BATCH, RATE, PATIENCE = 20, 4, 1e-2, 4 * 3600.0
+EVERY, STANDS_FOR, BATCH, RATE, PATIENCE = 20, 25, 4, 1e-2, 4 * 3600.0
 TROUBLES = Troubles(death_every=50 * 3600.0)
 CALM = Troubles(jitter=0.0, hang_share=0.0, slow_every=math.inf)
 EQUAL = Machine(Port(up=1e5, down=1e5, delay=0.0), 1.0, Life(0.0, math.inf, dark=False), CALM)
@@ -70,7 +71,7 @@ def _row(way: str, machines: str, options: Any) -> dict[str, Any]:
     for seed in range(options.seeds):
         those = [EQUAL] * options.ranks
         if machines == "unequal":
-            those = drawn(options.ranks, 2 * options.steps * LOOK * TROUBLES.step, seed, TROUBLES)
+            those = drawn(options.ranks, 2 * options.steps * STANDS_FOR * TROUBLES.step, seed, TROUBLES)
         found.append(trained(WAYS[way], those, options.ranks, options.steps, seed))
     losses, deaths = zip(*found, strict=True)
     spread = {"loss": statistics.mean(losses), "least": min(losses), "most": max(losses), "loss_samples": losses}
@@ -96,15 +97,15 @@ def trained(way: Way, machines: Sequence[Machine], ranks: int, steps: int, seed:
 def _on_rank(comm: SimulatedCommunicator, way: Way, run: Run, machines: Sequence[Machine], seed: int) -> None:
     """Trains until all have taken their steps together, or the machine dies; joins anew where it was left out."""
     machine, draw = machines[comm.rank], np.random.default_rng((seed, comm.rank))
-    seconds = machine.seconds(draw)
+    seconds = machine.seconds(STANDS_FOR, draw)
     comm.elapse(machine.life.begins)
     while run.left > 0 and comm.clock() < machine.life.dies:
         with suppress(LeftOutError, TimeoutError):
-            world = Elastic(comm, start_with=run.ranks, at_least=2, timeout=way.timeout, patience=PATIENCE)
+            world = Elastic(comm, start_with=run.ranks, at_least=2, timeout=max(way.timeout, 600.0), patience=PATIENCE)
             torch.manual_seed(seed)
             model = LSTMLM()
             inner = torch.optim.AdamW(model.parameters(), lr=RATE)
-            optimizer = way.make(inner, model=model, sync_every=EVERY, comm=world, broadcast=False)
+            optimizer = way.optimizer(model, inner, EVERY, world)
             while run.left > 0 and comm.clock() < machine.life.dies:
                 run.left -= 1
                 comm.elapse(seconds(comm.clock()))
