@@ -2,14 +2,15 @@
 
     python -m bench wide-area [--ports NAME ...] [--numel N] [--repeats N] [--full] [--output DIR]
 
-ports: as of `python -m slow_link --rank`. what: an exchange of so many float32; "one way" is rank 0's to the last rank,
-and of a path that loses packets it is held against what TCP (Reno) fills by the formula of Mathis et al. (1997); "by
-rate" is the dense sum with the shares that `measure_paths` and `shares_by_rate` find. measured: seconds of gloo ranks
-behind the emulated links, the median of repeats of the slowest rank; simulated: virtual seconds of the same call with
-the same ports, and gloo's handshake where ranks send and receive at once. good: within 15 %, of lossy paths within
-40 %, as rare losses leave much to chance; other congestion controls than Reno are there to be compared. over_bound:
-measured over what no dense sum can be faster than, by bytes and rates: everybody's elements must leave him, the sum
-must reach him, and all ports together carry 2(P − 1) times all.
+ports: as of `python -m slow_link --rank`; "by 8" has eight connections to each peer. what: an exchange of so many
+float32; "one way" is rank 0's to the last rank, and of a path that loses packets it is held against what TCP (Reno)
+fills by the formula of Mathis et al. (1997), over 100 ms with ten times as many elements in three repeats; "by rate" is
+the dense sum with the shares that `measure_paths` and `shares_by_rate` find. measured: seconds of gloo ranks behind the
+emulated links, the median of repeats of the slowest rank; simulated: virtual seconds of the same call with the same
+ports, and gloo's handshake where ranks send and receive at once. good: within 15 %, of lossy paths within 40 %, as rare
+losses leave much to chance; other congestion controls than Reno, and several connections, are there to be compared.
+over_bound: measured over what no dense sum can be faster than, by bytes and rates: everybody's elements must leave him,
+the sum must reach him, and all ports together carry 2(P − 1) times all.
 """
 
 import statistics
@@ -42,7 +43,13 @@ from bench.record import asked, parser_of, record
 from bench.turns import seconds_of
 
 RANKS, SPARSE, ROUGH = 4, 100, 0.40
-UPLINKS = "8 uplinks of 5 to 100"
+UPLINKS, LONGER, FEWER = "8 uplinks of 5 to 100", 10, 3
+FAR = {
+    f"100 ms, 0.1 % lost, {name}{by}": (name, connections)
+    for name in ("reno", "cubic", "bbr")
+    for by, connections in (("", 1), (" by 8", 8))
+}
+"""Congestion controls, and connections to each peer."""
 USUAL = Port(up=100, down=100, delay=1)
 PORTS = {
     "equal": [],
@@ -53,7 +60,7 @@ PORTS = {
     "jitter": ["all:up=20mbit,down=20mbit,delay=20ms,jitter=5ms"],
     "lossy, 50 ms": ["all:delay=50ms,loss=0.1%"],
     "lossy, 20 ms": ["all:delay=20ms,loss=0.5%"],
-    **{f"100 ms, 0.1 % lost, {name}": ["all:delay=100ms,loss=0.1%"] for name in ("reno", "cubic", "bbr")},
+    **{name: ["all:delay=100ms,loss=0.1%"] for name in FAR},
 }
 QUICK, DENSE = ("equal", "one slow"), ("dense", "by rate")
 COLUMNS = ("ports", "what", "numel", "measured", "simulated", "ratio", "good", "over_bound")
@@ -76,21 +83,24 @@ def main(argv: Sequence[str] = ()) -> int:
     for name in options.ports:
         ports = ports_of(PORTS[name], 8 if name == UPLINKS else RANKS, USUAL)
         lossy = any(port.loss for port in ports)
-        congestion = name.rpartition(", ")[2] if "%" in name else "reno"
+        congestion, connections = FAR.get(name, ("reno", 1))
+        numel, repeats = options.numel, options.repeats
+        if name in FAR:
+            numel, repeats = LONGER * numel, min(FEWER, repeats)
         with SlowLink(ranks=len(ports), ports=ports, congestion=congestion) as link:
-            found = found_by(link, on_rank, options.numel, options.repeats, lossy, mpi=False)
+            found = found_by(link, on_rank, numel, repeats, lossy, connections, mpi=False)
         for what in found[0]:
             seconds = [max(turn) for turn in zip(*(one[what] for one in found), strict=True)]
-            measured, simulated = statistics.median(seconds), _simulated(ports, what, options.numel)
+            measured, simulated = statistics.median(seconds), _simulated(ports, what, numel)
             ratio, near = measured / simulated, ROUGH if lossy else TOLERANCE
-            row = {"ports": name, "what": what, "numel": options.numel, "measured": measured, "simulated": simulated}
+            row = {"ports": name, "what": what, "numel": numel, "measured": measured, "simulated": simulated}
             if what in DENSE:
-                row["over_bound"] = measured / _bound(ports, 4 * options.numel)
+                row["over_bound"] = measured / _bound(ports, 4 * numel)
             rows.append(
                 row
                 | {
                     "ratio": ratio,
-                    "good": abs(ratio - 1) <= near if congestion == "reno" else None,
+                    "good": abs(ratio - 1) <= near if (congestion, connections) == ("reno", 1) else None,
                     "seconds_samples": seconds,
                 }
             )
@@ -120,9 +130,9 @@ def _one_way(comm: Communicator, x: torch.Tensor) -> Any:
         yield Round(recvs={0: payload.nbytes})
 
 
-def on_rank(numel: int, repeats: int, lossy: bool) -> None:
+def on_rank(numel: int, repeats: int, lossy: bool, connections: int) -> None:
     """One rank's part, in a process group: seconds of each call. Of lossy paths only that of one message is told."""
-    comm = as_communicator(None)
+    comm = as_communicator(None, connections=connections)
     found: dict[str, list[float]] = {}
     for what, call in _calls(comm, numel).items():
         if not lossy or what == "one way":

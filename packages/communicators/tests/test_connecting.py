@@ -16,8 +16,8 @@ def test_no_rank_goes_on_before_all_are_connected(monkeypatch, late):
     """It may close straight afterwards, which cuts off whoever connects still."""
     others_connected, may_end = threading.Barrier(4), threading.Event()
 
-    def connected(store, rank, size):
-        made = GlooGroup(store, rank, size)
+    def connected(store, rank, size, connections):
+        made = GlooGroup(store, rank, size, connections)
         others_connected.wait(60)
         if rank == late:
             may_end.wait(60)

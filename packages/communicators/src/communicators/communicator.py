@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 TIMEOUT_SECONDS = 300.0
 """Longest wait of a rank for a late peer before the collective fails on all of them."""
+MOST_CONNECTIONS = 64
 
 
 MOST_DUPLICATES = 64
@@ -37,6 +38,16 @@ def check_timeout(timeout: float) -> float:
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout} s, expected more than 0: it is how long a late rank is waited for")
     return float(timeout)
+
+
+def check_connections(connections: int) -> int:
+    """The number given; ValueError unless it is a whole one from 1 to `MOST_CONNECTIONS`."""
+    if isinstance(connections, bool) or not isinstance(connections, int) or not 1 <= connections <= MOST_CONNECTIONS:
+        raise ValueError(
+            f"connections is {connections!r}, expected a number of TCP connections to each peer, 1 to "
+            f"{MOST_CONNECTIONS}"
+        )
+    return connections
 
 
 class Work(ABC, Generic[T]):

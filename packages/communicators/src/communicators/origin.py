@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from communicators.communicator import Communicator, check_timeout
+from communicators.communicator import Communicator, check_connections, check_timeout
 from communicators.worlds.alone import Alone
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def as_communicator(
     patience: float | None = None,
     transport: str | None = None,
     store: Any = None,
+    connections: int | None = None,
 ) -> Communicator:
     """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
@@ -54,6 +55,9 @@ def as_communicator(
         store: A `torch.distributed.Store` where the ranks of a torch process group meet, shared by all of them; for
             groups without one of their own, such as those written in Python. What we send does not go by the group:
             its ranks must only be able to connect to each other. Another store than before makes a new communicator.
+        connections: TCP connections to each peer, alike on all ranks, for a torch process group at its first use;
+            default 1. Long messages of a known length go in pieces over all of them: faster where one connection does
+            not fill a long path that loses packets.
 
     Raises:
         TypeError: `comm` is something else, or a process group without a Store, or a fake one.
@@ -61,28 +65,36 @@ def as_communicator(
             is of another MPI than mpi4py's, so that each rank would be alone.
         CollectiveError: Names the ranks that did not come to the first use, or have died since, and what to do.
     """
-    made = _found(comm, timeout if patience is None else patience, transport, store)
+    made = _found(comm, timeout if patience is None else patience, transport, store, connections)
     if timeout is not None:
         made.timeout = timeout
     return made
 
 
-def _found(comm: Any, patience: float | None, transport: str | None, store: Any) -> Communicator:
+def _found(
+    comm: Any, patience: float | None, transport: str | None, store: Any, connections: int | None
+) -> Communicator:
     if patience is not None:
         patience = check_timeout(patience)
     if transport not in (None, "host", "nccl"):
         raise ValueError(f"transport is {transport!r}, expected 'host' or 'nccl'")
+    if connections is not None:
+        check_connections(connections)
+    if transport == "nccl" and connections is not None:
+        raise ValueError("connections= is for data by TCP; of NCCL's own set NCCL_NSOCKS_PERTHREAD")
     if comm is None and dist.is_available() and dist.is_initialized():
         comm = dist.group.WORLD
     if dist.is_available() and isinstance(comm, dist.ProcessGroup):
-        return _from_process_group(comm, patience, transport, store)
+        return _from_process_group(comm, patience, transport, store, connections)
     if transport == "nccl":
         raise ValueError('transport="nccl" is for a torch process group with NCCL for CUDA tensors, at its first use')
     if store is not None:
         raise TypeError("store= is for a torch process group: the ranks of others have met already")
+    mpi = sys.modules.get("mpi4py.MPI")
+    if connections is not None and (comm, mpi) != (None, None):
+        raise TypeError("connections= is for a torch process group, or an Elastic: MPI has settings of its own")
     if isinstance(comm, Communicator):
         return comm
-    mpi = sys.modules.get("mpi4py.MPI")
     if comm is None and mpi is not None:
         if mpi.COMM_WORLD.Get_size() == 1:
             _refuse_torchrun()
@@ -97,7 +109,7 @@ def _found(comm: Any, patience: float | None, transport: str | None, store: Any)
 
 
 def _from_process_group(
-    group: dist.ProcessGroup, patience: float | None, transport: str | None, store: Any
+    group: dist.ProcessGroup, patience: float | None, transport: str | None, store: Any, connections: int | None
 ) -> Communicator:
     from torch._C._distributed_c10d import Store
 
@@ -113,7 +125,7 @@ def _from_process_group(
         return Alone()
     from communicators.worlds.process_group import from_process_group
 
-    return from_process_group(group, patience, transport, store)
+    return from_process_group(group, patience, transport, store, connections)
 
 
 def _from_mpi(comm: Any, mpi: Any, patience: float | None) -> Communicator:

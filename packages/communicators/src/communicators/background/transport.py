@@ -122,6 +122,7 @@ class Transport(ABC):
     name: how data on a GPU travel, "host" or "nccl".
     outlives_ranks: whether messages between the others go on where a rank has died.
     departure_seconds: how long the end of the process waits for other ranks' departure.
+    connections: by TCP, to each peer.
     duplicates: how many were made of it.
     untagged: type of the devices whose calls' messages bear no tags. Such a call is agreed on by all ranks before its
         first message, and has the device in its facts: a rank whose data lie elsewhere would send another way.
@@ -134,6 +135,7 @@ class Transport(ABC):
     device: torch.device
     threaded: bool
     departure_seconds: float = math.inf
+    connections: int = 1
     duplicates: int = 0
     name: str = "host"
     outlives_ranks: bool = False

@@ -97,12 +97,14 @@ class Board(ABC):
         name: This rank's own name, which no other has, and which it never had before.
         launched: Ranks that a launcher has started at once; 0 where that is not known.
         patience: Seconds to wait for a board that has never answered; TimeoutError then.
+        connections: To each peer, of the groups that meet here.
         settling: Seconds in which ranks who train tell their record to a new board.
     """
 
     name: str
     launched: int = 0
     patience: float = math.inf
+    connections: int = 1
     settling: float = 0.0
 
     @abstractmethod

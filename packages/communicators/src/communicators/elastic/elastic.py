@@ -43,6 +43,7 @@ class Elastic(Membership):
             started, else `at_least`.
         timeout: Seconds to wait for a late rank before the others go on without it.
         patience: Seconds to wait for others to come; TimeoutError then.
+        connections: TCP connections to each peer, as of `as_communicator`; a simulated world has none.
         name: Name of this training, for several with one Store.
 
     Attributes:
@@ -59,10 +60,17 @@ class Elastic(Membership):
         start_with: int | None = None,
         timeout: float = 60.0,
         patience: float = math.inf,
+        connections: int = 1,
         name: str = "thinwire",
     ) -> None:
         super().__init__(
-            meeting, at_least=at_least, start_with=start_with, timeout=timeout, patience=patience, name=name
+            meeting,
+            at_least=at_least,
+            start_with=start_with,
+            timeout=timeout,
+            patience=patience,
+            connections=connections,
+            name=name,
         )
         self._gifts: list[Work[Any]] = []
         self._owner: weakref.ref[Any] | None = None

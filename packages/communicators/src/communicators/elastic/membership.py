@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from communicators import errors
-from communicators.communicator import Communicator, Work, check_timeout, run
+from communicators.communicator import Communicator, Work, check_connections, check_timeout, run
 from communicators.elastic import transfer
 from communicators.elastic.board import MOST_COUNTED, PROBE_SECONDS, RECORD, Board, Record, Said
 from communicators.elastic.dealer import Dealer
@@ -60,15 +60,23 @@ class Membership(Communicator):
     """
 
     def __init__(
-        self, meeting: Any, *, at_least: int, start_with: int | None, timeout: float, patience: float, name: str
+        self,
+        meeting: Any,
+        *,
+        at_least: int,
+        start_with: int | None,
+        timeout: float,
+        patience: float,
+        connections: int,
+        name: str,
     ) -> None:
         if isinstance(at_least, bool) or not isinstance(at_least, int) or at_least < 1:
             raise ValueError(f"at_least is {at_least!r}, expected the fewest ranks that train, 1 or more")
         self._board: Board = board_of(meeting, name)
         self._start_with = self._board.launched if start_with is None else start_with
         self._at_least, self._patience, self._timeout = at_least, patience, check_timeout(timeout)
-        self._board.patience = patience
-        self._alike = f"at_least={at_least}, timeout={timeout:g}"
+        self._board.patience, self._board.connections = patience, check_connections(connections)
+        self._alike = f"at_least={at_least}, timeout={timeout:g}, connections={connections}"
         self._record, self._taken = Record(), 0
         self._inner: Communicator | None = None
         self._names: tuple[str, ...] = ()  # members of `_inner`, which may be those of an older record

@@ -158,7 +158,9 @@ class StoreBoard(Board):
         try:
             own, shared = (PrefixStore(f"{self._prefix}/{record.generation}", self._open()) for _ in range(2))
             there = Rendezvous(rank, size, own, shared)
-            made = TransportCommunicator(in_time(lambda: GlooTransport(there, timeout), rank, timeout))
+            made = TransportCommunicator(
+                in_time(lambda: GlooTransport(there, timeout, self.connections), rank, timeout)
+            )
         except CollectiveError:
             raise
         except RuntimeError as error:

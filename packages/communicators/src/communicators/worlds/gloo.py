@@ -6,6 +6,7 @@ data have a receive always posted from every peer, which tells when one is gone 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import queue
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 
 from communicators.background.call import TAG_BITS, Call
 from communicators.background.transport import (
@@ -43,6 +44,8 @@ GIVE_UP = timedelta(milliseconds=1)
 
 
 LENGTH_BYTES = 4
+PIECE_BYTES = 1 << 16
+"""Fewest bytes of a long message that go by one of several connections."""
 FLUSH_POLL_SECONDS = 1e-3
 CLOSE_SECONDS = 1.0
 """Longest time that the control messages of a closed communicator may take to be sent."""
@@ -66,36 +69,39 @@ class GlooTransport(Transport):
     )
     departure_seconds = 2.0  # nothing of gloo waits for anybody at the end
 
-    def __init__(self, rendezvous: Rendezvous, patience: float = TIMEOUT_SECONDS) -> None:
-        self.rank, self.size = rendezvous.rank, rendezvous.size
+    def __init__(self, rendezvous: Rendezvous, patience: float = TIMEOUT_SECONDS, connections: int = 1) -> None:
+        self.rank, self.size, self.connections = rendezvous.rank, rendezvous.size, connections
+        if connections > 1:
+            self.summed = ()  # gloo's own sum goes by one
         self.device = torch.device("cpu")
         end = time.monotonic() + patience
         self.rendezvous = rendezvous.met(patience)
         self.group = self.rendezvous.name
         left = max(end - time.monotonic() - STORE_SECONDS / 2, STORE_SECONDS)  # before the caller gives up
         shared, rank, size = self.rendezvous.shared, self.rank, self.size
-        self._data = in_time(lambda: GlooGroup(shared, rank, size), rank, left, UNCONNECTED)
+        self._data = in_time(lambda: GlooGroup(shared, rank, size, connections), rank, left, UNCONNECTED)
         self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
         self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
         self._end = weakref.finalize(self, self._data.end, timeout=1.0)  # without close(): of a destroyed group
         self._end.atexit = False
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        pinned = device.type == "cuda"
+        pinned, spread = device.type == "cuda", not action.bounded  # whose receiver does not know the length
         buffers = {peer: Payload.on_host(nbytes, pinned=pinned) for peer, nbytes in action.recvs.items()}
         receives = {
-            peer: self._data.post("recv", buffer.memory, peer, call.tag(peer, call.heard))
+            peer: self._data.post("recv", buffer.memory, peer, call.tag(peer, call.heard), spread=spread)
             for peer, buffer in buffers.items()
         }
         sends = []
         for peer, payload in action.sends.items():
             staged = payload.to_host()
             call.stamp(staged)
-            sends.append((peer, self._data.post("send", staged.memory, peer, call.tag(peer, call.sent))))
+            wait = self._data.post("send", staged.memory, peer, call.tag(peer, call.sent), spread=spread)
+            sends.append((peer, wait))
         return _PendingRound(call, device, buffers, receives, sends)
 
     def duplicate(self, patience: float) -> Transport:
-        return self._another(GlooTransport, patience)
+        return self._another(lambda there, patience: GlooTransport(there, patience, self.connections), patience)
 
     def _another(self, make: Callable[[Rendezvous, float], GlooTransport], patience: float) -> GlooTransport:
         self.duplicates += 1
@@ -245,29 +251,38 @@ class Waiters:
 class GlooGroup:
     """Group of gloo that ends at `close`, with the threads that wait for its messages.
 
-    Each has three threads of gloo's and a connection to every peer. It is not made by dist.new_group, whose names count
-    a rank's groups, so that ranks which are in other groups would never meet.
+    Each has three threads of gloo's and a connection to every peer, and as many again for each further one of several
+    connections. It is not made by dist.new_group, whose names count a rank's groups, so that ranks which are in other
+    groups would never meet.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        try:
-            self._made: Any = ProcessGroupGloo(store, rank, size, WAIT)
-        except RuntimeError as error:
-            if "Unable to find address for" in str(error):
-                raise _no_interface() from error
-            if "connectFullMesh" in str(error):
-                raise CollectiveError(f"rank {rank} {UNCONNECTED}") from error
-            raise
+    def __init__(self, store: Store, rank: int, size: int, connections: int = 1) -> None:
         self._others = [peer for peer in range(size) if peer != rank]
         self.waiters = Waiters()
+        key = f"connections/{connections}"
+        store.add(key, 1)
+        self._made: list[Any] = [_connected(store, rank, size)]  # by which all have added theirs
+        if (alike := store.add(key, 0)) != size:
+            raise CollectiveError(
+                f"connections={connections} on {alike} of {size} ranks, rank {rank} among them, and another number on "
+                "the others: give the same on all"
+            )
+        for number in range(1, connections):
+            self._made.append(_connected(PrefixStore(f"connection/{number}", store), rank, size))
 
-    def post(self, what: str, memory: Tensor, peer: int, tag: int) -> Wait:
-        """Posts a message, by "send" or "recv"; one of a group that is closed, or cannot be posted, has failed."""
+    def post(self, what: str, memory: Tensor, peer: int, tag: int, *, spread: bool = False) -> Wait:
+        """Posts a message, by "send" or "recv"; one of a group that is closed, or cannot be posted, has failed.
+
+        spread: whether a long one goes by several connections; of the same length on both sides then.
+        """
         made = self._made  # read once: another thread may close it
         try:
-            if made is None:
+            if not made:
                 raise RuntimeError("this communicator is closed")
-            return self.waiters.wait_for(getattr(made, what)([memory], peer, tag))
+            count = max(1, min(len(made), memory.numel() // PIECE_BYTES)) if spread else 1
+            pieces = zip(made, memory.tensor_split(count), strict=False)
+            works = [getattr(by, what)([piece], peer, tag) for by, piece in pieces]
+            return self.waiters.wait_for(works[0] if count == 1 else _Works(works))
         except RuntimeError as error:
             self.waiters.news.set()
             return Wait(None, done=True, error=error.with_traceback(None))
@@ -275,9 +290,9 @@ class GlooGroup:
     def sum(self, tensor: Tensor) -> Wait:
         """Starts a sum, which keeps the group: the group's end would wait for it while Python stands still."""
         made = self._made
-        if made is None:
+        if not made:
             raise RuntimeError("this communicator is closed")
-        return self.waiters.wait_for(made.allreduce([tensor], AllreduceOptions()), keeps=made)
+        return self.waiters.wait_for(made[0].allreduce([tensor], AllreduceOptions()), keeps=made)
 
     def end(self, timeout: float) -> None:
         """Ends what is in flight, then the threads, then the group: a thread that waits at exit aborts the process.
@@ -285,11 +300,34 @@ class GlooGroup:
         A wait that is in vain closes all connections, and so ends all others. It is one for a message that nobody
         sends: who waits for another's message may take it, and that one waits for ever.
         """
-        made, self._made = self._made, None
-        for peer in self._others:
+        made, self._made = self._made, []
+        for by, peer in itertools.product(made, self._others):
             with suppress(RuntimeError):  # for each of them, as one whose peer is gone closes no other
-                made.recv([torch.empty(1, dtype=torch.uint8)], peer, END_TAG).wait(GIVE_UP)
+                by.recv([torch.empty(1, dtype=torch.uint8)], peer, END_TAG).wait(GIVE_UP)
         self.waiters.close(timeout)
+
+
+@dataclass
+class _Works:
+    """Pieces of one message, by a connection each."""
+
+    works: list[Any]
+
+    def wait(self, timeout: timedelta) -> None:
+        for work in self.works:
+            work.wait(timeout)
+
+
+def _connected(store: Store, rank: int, size: int) -> Any:
+    """A connection to every other rank."""
+    try:
+        return ProcessGroupGloo(store, rank, size, WAIT)
+    except RuntimeError as error:
+        if "Unable to find address for" in str(error):
+            raise _no_interface() from error
+        if "connectFullMesh" in str(error):
+            raise CollectiveError(f"rank {rank} {UNCONNECTED}") from error
+        raise
 
 
 def _no_interface() -> RuntimeError:

@@ -36,6 +36,7 @@ def from_process_group(
     patience: float | None = None,
     transport: str | None = None,
     store: Store | None = None,
+    connections: int | None = None,
 ) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use.
 
@@ -44,8 +45,8 @@ def from_process_group(
 
     Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
     patience: seconds that the first use waits for the other ranks, default that `timeout`. transport: "nccl" for data
-    on a GPU by NCCL; ValueError where the group does not use it, or is in use with another one already. CollectiveError
-    where ranks of a failed communicator are gone, and the group is the same.
+    on a GPU by NCCL; ValueError where the group does not use it, or is in use with another one already. connections: to
+    each peer, likewise. CollectiveError where ranks of a failed communicator are gone, and the group is the same.
     """
     generation = _generation(group)
     made, met_by, met_as = _made.get(group, (None, None, None))
@@ -58,10 +59,15 @@ def from_process_group(
             made = None
     if made is not None and transport not in (None, made.transport.name):
         raise ValueError(f"transport={transport!r}, but this process group is in use with {made.transport.name!r}")
+    if made is not None and connections not in (None, made.transport.connections):
+        held = made.transport.connections
+        raise ValueError(f"connections={connections}, but this process group is in use with {held}")
     if made is None:
         timeout = timeout_of(group)
         waits = timeout if patience is None else patience
-        made = TransportCommunicator(in_time(lambda: _connected(group, waits, transport, store), group.rank(), waits))
+        made = TransportCommunicator(
+            in_time(lambda: _connected(group, waits, transport, store, connections or 1), group.rank(), waits)
+        )
         made.timeout = timeout
         _made[group] = made, store, generation
     return made
@@ -76,11 +82,15 @@ def _generation(group: dist.ProcessGroup) -> Generation:
     return group.rank(), group.size(), handle
 
 
-def _connected(group: dist.ProcessGroup, patience: float, transport: str | None, store: Store | None) -> Transport:
+def _connected(
+    group: dist.ProcessGroup, patience: float, transport: str | None, store: Store | None, connections: int
+) -> Transport:
     if transport == "nccl" and not uses_nccl(group):
         raise ValueError('transport="nccl", but the process group does not use NCCL for CUDA tensors: leave it out')
     there = Rendezvous.of(group, store_of(group), job_of(os.environ)) if store is None else Rendezvous.of(group, store)
-    return UntaggedTransport(there, NCCL.of, patience) if transport == "nccl" else GlooTransport(there, patience)
+    if transport == "nccl":
+        return UntaggedTransport(there, NCCL.of, patience)
+    return GlooTransport(there, patience, connections)
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
