@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -34,12 +35,17 @@ def make():
         store, size = dist.HashStore(), len(connections)
         of.groups = groups = [dist.ProcessGroup(rank, size) for rank in range(size)]
 
-        def one(rank):
-            return as_communicator(groups[rank], store=store, timeout=20, connections=connections[rank])
+        def one(rank, **how):
+            return as_communicator(groups[rank], store=store, **how)
 
-        with ThreadPoolExecutor(size) as pool:
-            made[:] = [one.exception() or one.result() for one in [pool.submit(one, rank) for rank in range(size)]]
-        return made
+        def all_of(hows):
+            with ThreadPoolExecutor(size) as pool:
+                begun = [pool.submit(one, rank, **how) for rank, how in enumerate(hows)]
+                made[:] = [one.exception() or one.result() for one in begun]
+            return made
+
+        of.anew = lambda: all_of([{}] * size)
+        return all_of([{"timeout": 20, "connections": own} for own in connections])
 
     yield of
     if not any(isinstance(one, BaseException) for one in made):
@@ -124,7 +130,9 @@ def test_unlike_numbers_are_an_error_on_all_ranks_at_once(make, connections):
     begin = time.monotonic()
     for number, error in zip(connections, make(*connections), strict=True):
         assert isinstance(error, CollectiveError)
-        assert f"connections={number} on {connections.count(number)} of {len(connections)} ranks" in str(error)
+        ranks = [rank for rank, own in enumerate(connections) if own == number]
+        assert f"{number} on ranks {ranks}" in str(error)
+        assert str(error).startswith("connections= is ")
     assert time.monotonic() - begin < 10
 
 
@@ -134,13 +142,46 @@ def test_a_group_in_use_keeps_its_number(make):
     assert as_communicator(group, connections=2) is comm
     with pytest.raises(ValueError, match=r"connections=3, but this process group is in use with 2"):
         as_communicator(group, connections=3)
-    with pytest.raises(ValueError, match=r"connections is 0, expected a number of TCP connections"):
+    with pytest.raises(ValueError, match=r"connections is 0, expected a whole number of TCP connections"):
         as_communicator(group, connections=0)
     with pytest.raises(ValueError, match=r"connections is True, expected"):
         Elastic(dist.HashStore(), connections=True)
     assert as_communicator(group.__class__(0, 1), connections=2).size == 1
     with pytest.raises(TypeError, match=r"connections= is for a torch process group, or an Elastic"):
         SimulatedWorld(2).run(lambda comm: as_communicator(comm, connections=2))
+
+
+def test_one_that_is_made_anew_has_as_many(make):
+    first = list(make(3, 3))
+    on_all(first, lambda comm: comm.close())
+    comms = make.anew()
+    assert comms[0] is not first[0]
+    assert [(comm.transport.connections, comm.timeout) for comm in comms] == [(3, 20), (3, 20)]
+    assert on_all(comms, lambda comm: allreduce(torch.ones(2), comm).tolist()) == [[2.0, 2.0]] * 2
+
+
+def test_elastic_ranks_with_unlike_numbers():
+    """One of them is told at once, and the other goes on."""
+    store, ended = dist.HashStore(), Barrier(2)
+
+    def enter(connections):
+        world = Elastic(store, start_with=2, timeout=10, connections=connections)
+        try:
+            return world.size, world.members
+        except ValueError as error:
+            return error
+        finally:
+            ended.wait(60)
+            world.close()
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(enter, (2, 3)))
+    [error] = [one for one in found if isinstance(one, ValueError)]
+    assert "connections=2" in str(error)
+    assert "connections=3" in str(error)
+    assert [size for size, _ in (one for one in found if one is not error)] == [1]
+    assert time.monotonic() - begin < 30
 
 
 def test_one_that_dies_is_missed_whatever_the_number(make):

@@ -44,7 +44,7 @@ def check_connections(connections: int) -> int:
     """The number given; ValueError unless it is a whole one from 1 to `MOST_CONNECTIONS`."""
     if isinstance(connections, bool) or not isinstance(connections, int) or not 1 <= connections <= MOST_CONNECTIONS:
         raise ValueError(
-            f"connections is {connections!r}, expected a number of TCP connections to each peer, 1 to "
+            f"connections is {connections!r}, expected a whole number of TCP connections to each peer, 1 to "
             f"{MOST_CONNECTIONS}"
         )
     return connections

@@ -56,8 +56,8 @@ def as_communicator(
             groups without one of their own, such as those written in Python. What we send does not go by the group:
             its ranks must only be able to connect to each other. Another store than before makes a new communicator.
         connections: TCP connections to each peer, alike on all ranks, for a torch process group at its first use;
-            default 1. Long messages of a known length go in pieces over all of them: faster where one connection does
-            not fill a long path that loses packets.
+            default 1, or what it was before. Long messages of a known length go in pieces over all of them: faster
+            where one connection does not fill a long path that loses packets. Dense sums are ours then, not gloo's own.
 
     Raises:
         TypeError: `comm` is something else, or a process group without a Store, or a fake one.
@@ -91,8 +91,12 @@ def _found(
     if store is not None:
         raise TypeError("store= is for a torch process group: the ranks of others have met already")
     mpi = sys.modules.get("mpi4py.MPI")
-    if connections is not None and (comm, mpi) != (None, None):
-        raise TypeError("connections= is for a torch process group, or an Elastic: MPI has settings of its own")
+    by_mpi = mpi is not None and (comm is None or isinstance(comm, mpi.Comm))
+    if connections is not None and (by_mpi or isinstance(comm, Communicator)):
+        raise TypeError(
+            "connections= is for a torch process group, or an Elastic: MPI has settings of its own, and a Communicator "
+            "is connected already"
+        )
     if isinstance(comm, Communicator):
         return comm
     if comm is None and mpi is not None:

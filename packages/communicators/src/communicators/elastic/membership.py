@@ -246,6 +246,7 @@ class Membership(Communicator):
             if self._joining:
                 self._begin_to_take()
         except CollectiveError as error:
+            self._refuse_unlike(record)
             self._note_failure(record, error)
             if self._joining:
                 self._come_again(error)

@@ -157,10 +157,8 @@ class StoreBoard(Board):
         rank, size = record.members.index(self.name), len(record.members)
         try:
             own, shared = (PrefixStore(f"{self._prefix}/{record.generation}", self._open()) for _ in range(2))
-            there = Rendezvous(rank, size, own, shared)
-            made = TransportCommunicator(
-                in_time(lambda: GlooTransport(there, timeout, self.connections), rank, timeout)
-            )
+            there = Rendezvous(rank, size, own, shared, connections=self.connections)
+            made = TransportCommunicator(in_time(lambda: GlooTransport(there, timeout), rank, timeout))
         except CollectiveError:
             raise
         except RuntimeError as error:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from communicators.background.transport import (
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.schedule import Payload, Received, Round
-from communicators.worlds.meeting import STORE_SECONDS, Rendezvous, in_time
+from communicators.worlds.meeting import STORE_SECONDS, Rendezvous, begun, in_time, reconnected
 
 WAIT = timedelta(days=1)  # the engine watches the clock; a wait that times out closes the connection for good
 GIVE_UP = timedelta(milliseconds=1)
@@ -69,16 +70,16 @@ class GlooTransport(Transport):
     )
     departure_seconds = 2.0  # nothing of gloo waits for anybody at the end
 
-    def __init__(self, rendezvous: Rendezvous, patience: float = TIMEOUT_SECONDS, connections: int = 1) -> None:
-        self.rank, self.size, self.connections = rendezvous.rank, rendezvous.size, connections
-        if connections > 1:
+    def __init__(self, rendezvous: Rendezvous, patience: float = TIMEOUT_SECONDS) -> None:
+        self.rank, self.size, self.connections = rendezvous.rank, rendezvous.size, rendezvous.connections
+        if self.connections > 1:
             self.summed = ()  # gloo's own sum goes by one
         self.device = torch.device("cpu")
         end = time.monotonic() + patience
         self.rendezvous = rendezvous.met(patience)
         self.group = self.rendezvous.name
         left = max(end - time.monotonic() - STORE_SECONDS / 2, STORE_SECONDS)  # before the caller gives up
-        shared, rank, size = self.rendezvous.shared, self.rank, self.size
+        shared, rank, size, connections = self.rendezvous.shared, self.rank, self.size, self.connections
         self._data = in_time(lambda: GlooGroup(shared, rank, size, connections), rank, left, UNCONNECTED)
         self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
         self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
@@ -101,7 +102,7 @@ class GlooTransport(Transport):
         return _PendingRound(call, device, buffers, receives, sends)
 
     def duplicate(self, patience: float) -> Transport:
-        return self._another(lambda there, patience: GlooTransport(there, patience, self.connections), patience)
+        return self._another(GlooTransport, patience)
 
     def _another(self, make: Callable[[Rendezvous, float], GlooTransport], patience: float) -> GlooTransport:
         self.duplicates += 1
@@ -259,16 +260,12 @@ class GlooGroup:
     def __init__(self, store: Store, rank: int, size: int, connections: int = 1) -> None:
         self._others = [peer for peer in range(size) if peer != rank]
         self.waiters = Waiters()
-        key = f"connections/{connections}"
-        store.add(key, 1)
-        self._made: list[Any] = [_connected(store, rank, size)]  # by which all have added theirs
-        if (alike := store.add(key, 0)) != size:
-            raise CollectiveError(
-                f"connections={connections} on {alike} of {size} ranks, rank {rank} among them, and another number on "
-                "the others: give the same on all"
-            )
-        for number in range(1, connections):
-            self._made.append(_connected(PrefixStore(f"connection/{number}", store), rank, size))
+
+        def another(number: int) -> Any:
+            return _connected(reconnected(PrefixStore(f"connection/{number}", store)), rank, size)
+
+        more = [begun(partial(another, number)) for number in range(1, connections)]  # at once: a path may be long
+        self._made: list[Any] = [_connected(store, rank, size), *(one.result() for one in more)]
 
     def post(self, what: str, memory: Tensor, peer: int, tag: int, *, spread: bool = False) -> Wait:
         """Posts a message, by "send" or "recv"; one of a group that is closed, or cannot be posted, has failed.

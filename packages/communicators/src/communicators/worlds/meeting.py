@@ -90,7 +90,7 @@ def refuse_two_jobs(words: Sequence[str]) -> None:
 
     Jobs of a scheduler may belong together, as workers of Dask or Ray do: a warning says it.
     """
-    jobs = [word.partition("/")[2] for word in words]
+    jobs = [word.partition("/")[2].partition("/")[2] for word in words]
     for rank, job in enumerate(jobs):
         if job and jobs[0] and job != jobs[0] and job.partition("=")[0] == jobs[0].partition("=")[0]:
             told = (
@@ -104,7 +104,16 @@ def refuse_two_jobs(words: Sequence[str]) -> None:
             return
 
 
-def meet(store: Store, rank: int, size: int, timeout: float, job: str = "") -> str:
+def refuse_other_numbers(words: Sequence[str]) -> None:
+    """Raises CollectiveError where ranks were given unlike numbers of connections. words: as of `refuse_two_jobs`."""
+    numbers = [word.partition("/")[2].partition("/")[0] for word in words]
+    if len(set(numbers)) > 1:
+        given = {number: [rank for rank, own in enumerate(numbers) if own == number] for number in numbers}
+        told = ", ".join(f"{number} on ranks {ranks}" for number, ranks in given.items())
+        raise CollectiveError(f"connections= is {told}: give the same on all ranks")
+
+
+def meet(store: Store, rank: int, size: int, timeout: float, job: str = "", connections: int = 1) -> str:
     """A name that the ranks which are here share, and none before them had: for keys that are theirs alone.
 
     Each rank writes a word that is new, and beside it a hash of all words, as it reads them. Where all hashes are alike
@@ -114,7 +123,7 @@ def meet(store: Store, rank: int, size: int, timeout: float, job: str = "") -> s
     Raises CollectiveError after `timeout` seconds: connecting would wait for a missing rank without end or word.
     """
     begin, nap, keys = time.monotonic(), 1e-3, [f"here/{peer}" for peer in range(size)]
-    mine, name = f"{uuid.uuid4().hex}/{job}", ""
+    mine, name = f"{uuid.uuid4().hex}/{connections}/{job}", ""
     words, names = ("",) * size, ("none yet",) * size
     store.set(keys[rank], f"{mine} ")
     while set(names) != {name}:
@@ -140,13 +149,14 @@ def meet(store: Store, rank: int, size: int, timeout: float, job: str = "") -> s
         time.sleep(nap)
         nap = min(2 * nap, LONGEST_NAP_SECONDS)
     refuse_two_jobs(words)  # only now: of before, ranks that are gone may have left words
+    refuse_other_numbers(words)
     return name
 
 
 class Rendezvous(NamedTuple):
     """Meeting place of ranks: keys of one Store, by a client of our own and by the group's.
 
-    name: the last prefix. job: what all ranks must be of; "": any.
+    name: the last prefix. job: what all ranks must be of; "": any. connections: to each peer, alike on all.
     """
 
     rank: int
@@ -155,6 +165,7 @@ class Rendezvous(NamedTuple):
     shared: Store
     name: str = ""
     job: str = ""
+    connections: int = 1
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, keys: Store, job: str = "") -> Rendezvous:
@@ -164,7 +175,7 @@ class Rendezvous(NamedTuple):
 
     def met(self, patience: float) -> Rendezvous:
         """Rendezvous of the same ranks, once all of them are here, under a prefix that is new."""
-        return self.elsewhere(meet(self.own, self.rank, self.size, patience, self.job))
+        return self.elsewhere(meet(self.own, self.rank, self.size, patience, self.job, self.connections))
 
     def elsewhere(self, prefix: str) -> Rendezvous:
         """Rendezvous of the same ranks, under a further prefix."""
@@ -182,6 +193,14 @@ def in_time(make: Callable[[], T], rank: int, seconds: float, why: str = NO_ANSW
 
     why: what this rank has done, and what is wrong then.
     """
+    try:
+        return begun(make).result(seconds + STORE_SECONDS)
+    except TimeoutError:
+        raise CollectiveError(f"timed out after {seconds:.3g} s: rank {rank} {why}") from None
+
+
+def begun(make: Callable[[], T]) -> Future[T]:
+    """What `make` returns in a thread, which may be left behind at the end of the process."""
     made: Future[T] = Future()
 
     def work() -> None:
@@ -191,7 +210,4 @@ def in_time(make: Callable[[], T], rank: int, seconds: float, why: str = NO_ANSW
             made.set_exception(error)
 
     threading.Thread(target=work, name="communicators-first-call", daemon=True).start()
-    try:
-        return made.result(seconds + STORE_SECONDS)
-    except TimeoutError:
-        raise CollectiveError(f"timed out after {seconds:.3g} s: rank {rank} {why}") from None
+    return made

@@ -43,13 +43,15 @@ def from_process_group(
     store: where its ranks meet, default the group's own. Another store than before, a group that was set up anew, as
     after a rank was lost, and a communicator whose failure this rank has raised make a new communicator.
 
-    Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
+    Its `timeout` is that of the communicator before, else what the group was made with, TIMEOUT_SECONDS where that is
+    torch's default.
     patience: seconds that the first use waits for the other ranks, default that `timeout`. transport: "nccl" for data
     on a GPU by NCCL; ValueError where the group does not use it, or is in use with another one already. connections: to
     each peer, likewise. CollectiveError where ranks of a failed communicator are gone, and the group is the same.
     """
     generation = _generation(group)
     made, met_by, met_as = _made.get(group, (None, None, None))
+    before = made
     if made is not None and (met_as != generation or made.closed or (store is not None and store is not met_by)):
         made = None
     if made is not None and (reason := made.control.abort_reason) is not None:
@@ -60,13 +62,16 @@ def from_process_group(
     if made is not None and transport not in (None, made.transport.name):
         raise ValueError(f"transport={transport!r}, but this process group is in use with {made.transport.name!r}")
     if made is not None and connections not in (None, made.transport.connections):
-        held = made.transport.connections
-        raise ValueError(f"connections={connections}, but this process group is in use with {held}")
+        raise ValueError(
+            f"connections={connections}, but this process group is in use with {made.transport.connections}: give it "
+            "at the first use, before any optimizer, hook or call of this group"
+        )
     if made is None:
-        timeout = timeout_of(group)
+        timeout = timeout_of(group) if before is None else before.timeout
+        connections = connections or (1 if before is None else before.transport.connections)
         waits = timeout if patience is None else patience
         made = TransportCommunicator(
-            in_time(lambda: _connected(group, waits, transport, store, connections or 1), group.rank(), waits)
+            in_time(lambda: _connected(group, waits, transport, store, connections), group.rank(), waits)
         )
         made.timeout = timeout
         _made[group] = made, store, generation
@@ -90,7 +95,7 @@ def _connected(
     there = Rendezvous.of(group, store_of(group), job_of(os.environ)) if store is None else Rendezvous.of(group, store)
     if transport == "nccl":
         return UntaggedTransport(there, NCCL.of, patience)
-    return GlooTransport(there, patience, connections)
+    return GlooTransport(there._replace(connections=connections), patience)
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
