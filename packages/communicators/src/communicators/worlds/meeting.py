@@ -200,7 +200,7 @@ def in_time(make: Callable[[], T], rank: int, seconds: float, why: str = NO_ANSW
 
 
 def begun(make: Callable[[], T]) -> Future[T]:
-    """What `make` returns in a thread, which may be left behind at the end of the process."""
+    """Future of what `make` returns, in a thread that may be left behind at the end of the process."""
     made: Future[T] = Future()
 
     def work() -> None:
