@@ -5,9 +5,9 @@
 Machines, troubles and ways are those of `bench wide-area-day`, but that a machine dies every 50 hours, so that some do
 within the run. An LSTM on the text of Python's own help stands for that benchmark's model: rates are as much lower as
 it is smaller, and a step of 125 s for 25 of those, so that rounds wait five times as long for who does not answer. A
-training ends when all machines together have taken P·N steps;
-then the loss of a held-out character, in nats, of the model that all have. "equal": the same way over machines of one
-speed without links, troubles or deaths; ratio: loss over that of equal `DiLoCo`.
+training ends when all machines together have taken P·N steps; then the loss of a held-out character, in nats, of the
+model that all have. "equal": the same way over machines of one speed without links, troubles or deaths; ratio: loss
+over that of equal `DiLoCo`.
 """
 
 import logging
