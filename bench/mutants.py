@@ -1,25 +1,37 @@
-"""Mutants: how many of small faults, put into the packages one at a time, does `hatch run quick` find?
+"""Mutants: how many of small faults, put into the packages one at a time, do the tests of `hatch run quick` find?
 
-    python -m bench mutants [--count N] [--seed N] [--under FOLDER ...] [--whole] [--full] [--output DIR]
+    python -m bench mutants [--count N] [--seed N] [--under FOLDER ...] [--tests EXPRESSION] [--full] [--output DIR]
 
 A mutant is a comparison or an arithmetic operator exchanged for another one, `and` for `or`, two arguments for each
-other, or a statement left out; which ones is drawn. found_by: the first test that fails; "time" where they took too
-long; "" where none does. With --whole a mutant that the quick tests do not find is given to all tests, which takes as
-long as the check for each.
+other, or a statement left out; which ones is drawn. It is given to the tests that run its line, those that take
+shortest first; which they are is measured once, with `coverage`. Each is tried in a process forked from one that has
+loaded torch. found_by: the first test that fails; "time" where they took too long; "" where none does.
+Ranks that are processes of their own are not measured, so tests that start them count only where they run the line
+themselves too.
 """
 
 import ast
 import os
+import queue
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import hypothesis  # noqa: F401 - what every test needs is loaded before the fork
+import numpy  # noqa: F401
+import pytest
+import torch  # noqa: F401
 
 from bench.record import ROOT, asked, parser_of, record
 
@@ -44,9 +56,9 @@ OPERATORS: dict[type[ast.AST], str] = {
     ast.Or: "and",
 }
 LEFT_OUT = ("version.py", "testing.py")
-QUICK = ("-m", "quick", "--hypothesis-profile", "quick", "--dist", "worksteal")
-WHOLE = ("-m", "not gpu", "--dist", "loadfile")
-SECONDS = {QUICK: 300, WHOLE: 7200}
+PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile", "quick")
+SECONDS = 120
+"""That the tests of a mutant may take."""
 COLUMNS = ("path", "line", "was", "is", "found_by", "seconds")
 
 
@@ -60,23 +72,37 @@ class Mutant(NamedTuple):
     text: str
 
 
+class Covered(NamedTuple):
+    """tests: names of those that run a line, by file and line, in order of their seconds."""
+
+    tests: dict[str, dict[int, list[str]]]
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """Those that run its line; of a line that importing runs, those that run any of the file."""
+        lines = self.tests.get(mutant.path, {})
+        return lines.get(mutant.line) or list(dict.fromkeys(name for names in lines.values() for name in names))
+
+
 def main(argv: Sequence[str] = ()) -> None:
-    """Draws mutants and tries them, one after the other."""
-    parser = parser_of("mutants", __doc__, full="300 mutants: hours")
+    """Draws mutants and tries them, as many at a time as there are cores."""
+    parser = parser_of("mutants", __doc__, full="300 mutants: half an hour")
     parser.add_argument("--count", type=int, help="default 10; full 300")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--under", nargs="+", metavar="FOLDER", default=["packages"])
-    parser.add_argument("--whole", action="store_true", help="give survivors to all tests")
+    parser.add_argument("--tests", default="quick", metavar="EXPRESSION", help="of pytest's -m: which tests try them")
     options = asked(parser, argv, count=(10, 300))
     everything = [mutant for path in _sources(options.under) for mutant in mutants_of(path, (ROOT / path).read_bytes())]
     drawn = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
-    with tempfile.TemporaryDirectory() as folder:
-        tree = _copied(Path(folder))
-        assert not _failing(tree, QUICK), "the tests fail as they are"
+    cores = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as pool:
+        trees = queue.SimpleQueue[Path]()
+        for number in range(cores):
+            trees.put(_copied(Path(folder) / str(number)))
+        covered = _covered(Path(folder) / "0", options.tests)
         rows = []
-        for mutant in drawn:
-            rows.append(_tried(tree, mutant, whole=options.whole))
-            print(*(f"{rows[-1][name]}" for name in COLUMNS), sep="  ", flush=True)
+        for row in pool.map(lambda mutant: _tried(trees, mutant, covered.of(mutant)), drawn):
+            rows.append(row)
+            print(*(f"{row[name]}" for name in COLUMNS), sep="  ", flush=True)
     found = sum(bool(row["found_by"]) for row in rows)
     print(f"{found} of {len(rows)} found", flush=True)
     record(options, rows, labels=COLUMNS[:2], values=("seconds",), against="the same tests without a mutant")
@@ -138,38 +164,100 @@ def _sources(folders: Sequence[str]) -> list[str]:
     return [path for path in paths if not path.endswith(LEFT_OUT)]
 
 
-def _copied(folder: Path) -> Path:
+def _copied(tree: Path) -> Path:
     """The files that git knows, and compiled kernels."""
-    tree = folder / "tree"
-    shutil.copytree(
-        ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", ".*_cache", "runs")
-    )
+    left_out = (".git", ".venv*", "build", "__pycache__", ".*_cache", "runs", ".dev")
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*left_out))
     return tree
 
 
-def _tried(tree: Path, mutant: Mutant, *, whole: bool) -> dict[str, Any]:
+def _environment(tree: Path) -> dict[str, str]:
+    sources = [str(folder) for kind in ("packages", "apps") for folder in (tree / kind).glob("*/src")]
+    return {"PYTHONPATH": os.pathsep.join([str(tree), *sources]), "OMP_NUM_THREADS": "1"}
+
+
+def _covered(tree: Path, tests: str) -> Covered:
+    """Runs the tests once."""
+    from coverage import CoverageData
+
+    command = [sys.executable, "-m", "pytest", *PYTEST, "-m", tests, "--cov", "packages", "--cov-context", "test"]
+    command += ["--cov-report", "", "--durations", "0", "--durations-min", "0", "-n", str(os.cpu_count())]
+    done = subprocess.run(command, cwd=tree, env=os.environ | _environment(tree), capture_output=True, text=True)
+    assert not done.returncode, f"the tests fail as they are:\n{done.stdout[-2000:]}"
+    seconds: dict[str, float] = {}
+    for taken, name in re.findall(r"^([\d.]+)s \w+ +(\S.*)$", done.stdout, re.MULTILINE):
+        seconds[name] = seconds.get(name, 0.0) + float(taken)
+    data = CoverageData(str(tree / ".coverage"))
+    data.read()
+    found = dict[str, dict[int, list[str]]]()
+    for path in data.measured_files():
+        lines = data.contexts_by_lineno(path)
+        found[str(Path(path).relative_to(tree))] = {line: _by_seconds(names, seconds) for line, names in lines.items()}
+    return Covered(found)
+
+
+def _by_seconds(contexts: Sequence[str], seconds: dict[str, float]) -> list[str]:
+    names = {context.rpartition("|")[0] for context in contexts} - {""}
+    return sorted(names, key=lambda name: (seconds.get(name, 0.0), name))
+
+
+def _tried(trees: "queue.SimpleQueue[Path]", mutant: Mutant, tests: list[str]) -> dict[str, Any]:
+    tree = trees.get()
     path, began = tree / mutant.path, time.monotonic()
-    source = path.read_bytes()
+    source, times = path.read_bytes(), path.stat()
     path.write_bytes(source[: mutant.begin] + mutant.text.encode() + source[mutant.end :])
     try:
-        found = _failing(tree, QUICK) or (_failing(tree, WHOLE) if whole else "")
+        found = _failing(tree, tests) if tests else ""
     finally:
         path.write_bytes(source)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        trees.put(tree)
     was = " ".join(source[mutant.begin : mutant.end].decode().split())
     row = {"path": mutant.path, "line": mutant.line, "was": was, "is": " ".join(mutant.text.split())}
-    return row | {"found_by": found, "seconds": time.monotonic() - began}
+    return row | {"found_by": found, "tests": len(tests), "seconds": time.monotonic() - began}
 
 
-def _failing(tree: Path, which: tuple[str, ...]) -> str:
+def _failing(tree: Path, tests: list[str]) -> str:
     """The first test that fails, "" where all pass."""
-    sources = [str(folder) for kind in ("packages", "apps") for folder in (tree / kind).glob("*/src")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *sources]), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider", *which]
+    context = get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_judge, args=(there, tree, tests))
+    child.start()
+    there.close()
     try:
-        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=SECONDS[which])
-    except subprocess.TimeoutExpired:
-        return "time"
-    if not done.returncode:
-        return ""
-    first = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return first[1] if first else f"exit {done.returncode}"
+        return str(here.recv()) if here.poll(SECONDS) else "time"
+    except EOFError:
+        return "it ended the process"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid or 0, signal.SIGKILL)
+        child.join()
+
+
+class _First:
+    """Of pytest's plugins: keeps the first test that fails."""
+
+    failed = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid or "importing"
+
+
+def _judge(answer: Any, tree: Path, tests: list[str]) -> None:
+    """In a process of its own: runs the tests until one fails."""
+    os.setpgid(0, 0)
+    os.environ.update(_environment(tree) | {"PYTHONDONTWRITEBYTECODE": "1"})
+    os.chdir(tree)
+    sys.dont_write_bytecode = True
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    first = _First()
+    code = pytest.main(["-x", *PYTEST, *tests], plugins=[first])
+    answer.send(first.failed or (f"exit {code}" if code else ""))

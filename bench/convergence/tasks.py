@@ -1,7 +1,8 @@
 """Models on real data: scikit-learn's digits and the text of Python's own help, which every machine has; Fashion-MNIST.
 
 Fashion-MNIST is read from FOLDER, where Debian's package `dataset-fashion-mnist` puts it.
-A task's batches depend on seed, rank and step alone, so that all exchanges see the same data.
+A task's batches depend on seed, rank and step alone, so that all exchanges see the same data. Models are trained on a
+GPU where there is one; all ranks then share it.
 """
 
 import math
@@ -18,11 +19,12 @@ LENGTH = 48  # characters of a sequence
 TRAIN = 1437  # of 1,797 digits
 FOLDER = Path("/usr/share/datasets")
 TESTED = 5000  # of 10,000 test images of clothing
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
 class Task:
-    """model: () -> a new one, out of torch's generator. batch: samples of all ranks together, a step.
+    """model: () -> a new one on the CPU, out of torch's generator. batch: samples of all ranks together, a step.
 
     rates: learning rate of each optimizer that it is for, at which dense does well. text: of characters, whose score is
     a perplexity. images: () -> those to train on and their labels, those to test on and theirs. points: of a curve.
@@ -48,19 +50,21 @@ class Task:
             images, targets, _, _ = self.images()
             chosen = _chosen(len(images), count, seed, rank, size, step)
             inputs, labels = images[chosen], targets[chosen]
-        return F.cross_entropy(model(inputs), labels)
+        device = next(model.parameters()).device
+        return F.cross_entropy(model(inputs.to(device)), labels.to(device))
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> float:
         """Accuracy in percent on the test images; of text the perplexity of a character."""
         model.eval()
+        device = next(model.parameters()).device
         if self.images is None:
-            held_out = characters()[1][: 192 * LENGTH + 1]
+            held_out = characters()[1][: 192 * LENGTH + 1].to(device)
             found = F.cross_entropy(model(held_out[:-1].view(-1, LENGTH)), held_out[1:].view(-1, LENGTH))
             model.train()
             return math.exp(found.item())
         _, _, inputs, labels = self.images()
-        found = torch.cat([model(some).argmax(1) for some in torch.split(inputs, 500)])
+        found = torch.cat([model(some.to(device)).argmax(1).cpu() for some in torch.split(inputs, 500)])
         model.train()
         return 100 * float((found == labels).float().mean())
 

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.convergence.rank import Point, Training, curve_of
-from bench.convergence.tasks import TASKS
+from bench.convergence.tasks import DEVICE, TASKS
 from bench.convergence.ways import WARM_UP, Run, inner_of
 from bench.real_ranks import found_by, tell, unhindered
 
@@ -49,7 +49,7 @@ def on_rank(asked: dict[str, Any]) -> None:
     run = Run(**asked)
     torch.manual_seed(run.seed)
     task = TASKS[run.task]
-    made = training(run, task.model(), task.rates[run.optimizer])
+    made = training(run, task.model().to(DEVICE), task.rates[run.optimizer])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         curve = curve_of(run, made, rank=dist.get_rank(), size=dist.get_world_size(), clip_after=run.clip)

@@ -11,7 +11,7 @@ from torch import nn
 
 from bench.convergence import periodic, torch_hooks
 from bench.convergence.rank import Point, Training, curve_of
-from bench.convergence.tasks import TASKS
+from bench.convergence.tasks import DEVICE, TASKS
 from bench.convergence.ways import WAYS, Run, Way, optimizer_of
 
 LINKS = {"1 Gbit/s": Link(50e-6, 8e-9), "100 Mbit/s": Link(200e-6, 8e-8)}
@@ -20,7 +20,7 @@ LINKS = {"1 Gbit/s": Link(50e-6, 8e-9), "100 Mbit/s": Link(200e-6, 8e-8)}
 def trained(run: Run, *, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
     """score, by step and what was sent until then (`curve`), bytes a step of the busiest rank.
 
-    And predicted network seconds a step, by link.
+    And predicted network seconds a step, by link, and which kind of device computed.
     ways: what `run.way` is a name of.
     """
     way = ways[run.way]
@@ -34,6 +34,7 @@ def trained(run: Run, *, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
     points = [_point(ranks) for ranks in zip(*curves, strict=True)]
     _, score, nbytes, messages = points[-1]
     return {
+        "device": DEVICE.type,
         "score": score,
         "curve": points,
         "bytes_a_step": round(nbytes / run.steps),
@@ -59,7 +60,7 @@ def training_of(run: Run, way: Way, comm: Communicator) -> Training:
     """One rank's. Those of torch are in the default process group, whatever `comm` is."""
     torch.manual_seed(run.seed)
     task = TASKS[run.task]
-    model, rate = task.model(), task.rates[run.optimizer]
+    model, rate = task.model().to(DEVICE), task.rates[run.optimizer]
     if way.by == "torch":
         return torch_hooks.training(run, model, rate)
     return periodic.training(run, model, rate, comm) if way.by == "periodic" else _ours(run, way, model, rate, comm)

@@ -21,7 +21,7 @@ from sparse_compress import WarmUp
 
 from bench.convergence import periodic, torch_hooks
 from bench.convergence.rank import Training
-from bench.convergence.tasks import TASKS
+from bench.convergence.tasks import DEVICE, TASKS
 from bench.convergence.training import training_of
 from bench.convergence.ways import WARM_UP, WAYS, Run, inner_of
 from bench.real_ranks import found_by, tell
@@ -120,7 +120,7 @@ def _training(cell: Cell, case: Case) -> Training:
     """What takes the steps of a case."""
     run = Run(cell.task, cell.optimizer, case.way, case.density, 0.0, cell.ranks, 0, NO_WARM_UP)
     if case.way == ALONE:
-        model, rate = TASKS[cell.task].model(), TASKS[cell.task].rates[cell.optimizer]
+        model, rate = TASKS[cell.task].model().to(DEVICE), TASKS[cell.task].rates[cell.optimizer]
         inner = inner_of(run, model, rate)
         return Training(model, calls=model, optimizer=inner, step=inner.step, sent=lambda: (0, 0))
     with warnings.catch_warnings():
