@@ -1,11 +1,13 @@
 """Mutants: how many of small faults, put into the packages one at a time, do the tests of `hatch run quick` find?
 
-    python -m bench mutants [--count N] [--seed N] [--under FOLDER ...] [--tests EXPRESSION] [--full] [--output DIR]
+    python -m bench mutants [--count N] [--seed N] [--under FOLDER ...] [--tests EXPRESSION] [--whole] [--full]
+                            [--output DIR]
 
 A mutant is a comparison or an arithmetic operator exchanged for another one, `and` for `or`, two arguments for each
-other, or a statement left out; which ones is drawn. It is given to the tests that run its line, those that take
-shortest first; which they are is measured once, with `coverage`. Each is tried in a process forked from one that has
-loaded torch. found_by: the first test that fails; "time" where they took too long; "" where none does.
+other, or a statement left out; which ones is drawn. It is given to the tests that run its line, as many as take a
+minute together, the shortest first; which they are is measured once, with `coverage`. Each is tried in a process forked
+from one that has loaded torch. found_by: the first test that fails; "time" where they took too long; "" where none
+does. With --whole those that none finds are given to every case of the same tests, also of those marked few(n).
 Ranks that are processes of their own are not measured, so tests that start them count only where they run the line
 themselves too.
 """
@@ -57,8 +59,9 @@ OPERATORS: dict[type[ast.AST], str] = {
 }
 LEFT_OUT = ("version.py", "testing.py")
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile", "quick")
-SECONDS = 120
-"""That the tests of a mutant may take."""
+SECONDS = 60.0
+"""That the tests of a mutant take together without it; with it they may take `SLOWER` times as long."""
+SLOWER = 4
 COLUMNS = ("path", "line", "was", "is", "found_by", "seconds")
 
 
@@ -73,14 +76,21 @@ class Mutant(NamedTuple):
 
 
 class Covered(NamedTuple):
-    """tests: names of those that run a line, by file and line, in order of their seconds."""
+    """tests: names of those that run a line, by file and line. seconds: by name."""
 
-    tests: dict[str, dict[int, list[str]]]
+    tests: dict[str, dict[int, set[str]]]
+    seconds: dict[str, float]
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Those that run its line; of a line that importing runs, those that run any of the file."""
-        lines = self.tests.get(mutant.path, {})
-        return lines.get(mutant.line) or list(dict.fromkeys(name for names in lines.values() for name in names))
+        """Those that run its line, or any of the file where only importing runs that; the shortest, for a minute."""
+        lines, taken, found = self.tests.get(mutant.path, {}), 0.0, []
+        names = lines.get(mutant.line) or set[str]().union(*lines.values())
+        for name in sorted(names, key=lambda name: (self.seconds.get(name, 0.0), name)):
+            taken += self.seconds.get(name, 0.0)
+            if taken > SECONDS:
+                break
+            found.append(name)
+        return found
 
 
 def main(argv: Sequence[str] = ()) -> None:
@@ -89,6 +99,7 @@ def main(argv: Sequence[str] = ()) -> None:
     parser.add_argument("--count", type=int, help="default 10; full 300")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--under", nargs="+", metavar="FOLDER", default=["packages"])
+    parser.add_argument("--whole", action="store_true", help="give survivors to every case of the same tests")
     parser.add_argument("--tests", default="quick", metavar="EXPRESSION", help="of pytest's -m: which tests try them")
     options = asked(parser, argv, count=(10, 300))
     everything = [mutant for path in _sources(options.under) for mutant in mutants_of(path, (ROOT / path).read_bytes())]
@@ -100,7 +111,7 @@ def main(argv: Sequence[str] = ()) -> None:
             trees.put(_copied(Path(folder) / str(number)))
         covered = _covered(Path(folder) / "0", options.tests)
         rows = []
-        for row in pool.map(lambda mutant: _tried(trees, mutant, covered.of(mutant)), drawn):
+        for row in pool.map(lambda mutant: _tried(trees, mutant, covered.of(mutant), options.whole), drawn):
             rows.append(row)
             print(*(f"{row[name]}" for name in COLUMNS), sep="  ", flush=True)
     found = sum(bool(row["found_by"]) for row in rows)
@@ -189,25 +200,25 @@ def _covered(tree: Path, tests: str) -> Covered:
         seconds[name] = seconds.get(name, 0.0) + float(taken)
     data = CoverageData(str(tree / ".coverage"))
     data.read()
-    found = dict[str, dict[int, list[str]]]()
+    found = dict[str, dict[int, set[str]]]()
     for path in data.measured_files():
-        lines = data.contexts_by_lineno(path)
-        found[str(Path(path).relative_to(tree))] = {line: _by_seconds(names, seconds) for line, names in lines.items()}
-    return Covered(found)
+        lines = data.contexts_by_lineno(path).items()
+        by_line = {line: {context.rpartition("|")[0] for context in contexts} - {""} for line, contexts in lines}
+        found[str(Path(path).relative_to(tree))] = by_line
+    return Covered(found, seconds)
 
 
-def _by_seconds(contexts: Sequence[str], seconds: dict[str, float]) -> list[str]:
-    names = {context.rpartition("|")[0] for context in contexts} - {""}
-    return sorted(names, key=lambda name: (seconds.get(name, 0.0), name))
-
-
-def _tried(trees: "queue.SimpleQueue[Path]", mutant: Mutant, tests: list[str]) -> dict[str, Any]:
+def _tried(trees: "queue.SimpleQueue[Path]", mutant: Mutant, tests: list[str], whole: bool) -> dict[str, Any]:
     tree = trees.get()
     path, began = tree / mutant.path, time.monotonic()
     source, times = path.read_bytes(), path.stat()
     path.write_bytes(source[: mutant.begin] + mutant.text.encode() + source[mutant.end :])
     try:
         found = _failing(tree, tests) if tests else ""
+        if whole and tests and not found:
+            of = dict.fromkeys(name.partition("[")[0] for name in tests)
+            said = _failing(tree, ["--whole", "--hypothesis-profile", "whole", *of])
+            found = "" if said == "time" else said
     finally:
         path.write_bytes(source)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -225,7 +236,7 @@ def _failing(tree: Path, tests: list[str]) -> str:
     child.start()
     there.close()
     try:
-        return str(here.recv()) if here.poll(SECONDS) else "time"
+        return str(here.recv()) if here.poll(SLOWER * SECONDS) else "time"
     except EOFError:
         return "it ended the process"
     finally:

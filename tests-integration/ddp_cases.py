@@ -673,3 +673,4 @@ LAWS = [
     nan_in_a_dense_sum,
     nan_without_scaler,
 ]
+SELDOM = [resume_is_exact_although_ddp_cuts_anew, copies_go_on_by_themselves]

@@ -265,3 +265,4 @@ LAWS = [
     names_of_another_model,
     python_reducer,
 ]
+SELDOM = [optimizer_by_dcp]

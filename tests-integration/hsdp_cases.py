@@ -501,3 +501,12 @@ LAWS = [
     resume_has_the_same_bits,
     what_would_be_wrong_is_refused,
 ]
+SELDOM = [
+    no_nan_stays_after_the_error,
+    a_bad_match_of_optimizer_is_said_once,
+    nothing_of_a_step_is_kept_after_the_next,
+    as_torchs_own_where_all_is_sent,
+    stats_count_bytes_and_steps,
+    a_backward_that_breaks_off_is_over,
+    resume_has_the_same_bits,
+]

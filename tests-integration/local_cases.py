@@ -118,3 +118,4 @@ FAILURES = {
     other_algorithm_of_the_family: "ranks disagree on call 0: rank 0 calls LocalSGD(buffers='keep', inner_state='keep'",
     nan_parameter: "DiLoCo: the average is not finite in 'b'; NaN or inf in the parameters of ranks [{last}]",
 }
+SELDOM = [training_has_the_bits_of_the_simulated_world_for_local_sgd]

@@ -3,7 +3,8 @@
 A module of cases has LAWS, functions that must return, and may have FAILURES: function -> how the reason begins that
 all ranks must give. A case takes as much as it names of: a communicator of its own, the device that data lie on.
 
-usage, on every rank: python on_ranks.py REPORT.json WORLD:MODULE ...   (worlds: see WORLDS; of one kind side by side)
+usage, on every rank: python on_ranks.py REPORT.json WORLD:MODULE=CASE,CASE ...   (worlds: see WORLDS; of one kind side
+by side)
 """
 
 from __future__ import annotations
@@ -178,14 +179,19 @@ def outcome_of(case, *given: Any):
     return {**outcome, "seconds": time.monotonic() - begin}
 
 
-def outcomes_of(modules, world):
-    """{item: {case: [outcome of each rank]}}; failures side by side, since they mostly wait for time-outs."""
-    outcomes, failures = {item: {} for item in modules}, []
-    for item, module in modules.items():
+def outcomes_of(cases, world):
+    """{item: {case: [outcome of each rank]}}; failures side by side, since they mostly wait for time-outs.
+
+    cases: {item: names}.
+    """
+    outcomes, failures = {item: {} for item in cases}, []
+    for item, names in cases.items():
+        module = importlib.import_module(item.partition(":")[2])
         for case in module.LAWS:
-            comm = world.fresh()
-            outcomes[item][case.__name__] = world.gather(outcome_of(case, comm, world.device))
-        failures += [(item, case) for case in getattr(module, "FAILURES", ()) if world.size > 1]
+            if case.__name__ in names:
+                comm = world.fresh()
+                outcomes[item][case.__name__] = world.gather(outcome_of(case, comm, world.device))
+        failures += [(item, case) for case in getattr(module, "FAILURES", ()) if case.__name__ in names]
     comms = [world.fresh() for _ in failures]  # a failed one is of no use to the next case
     with ThreadPoolExecutor(max(len(failures), 1)) as side_by_side:
         futures = [
@@ -204,9 +210,10 @@ def main(report, *items):
         if not by_mpi and rendezvous is None:
             rendezvous = Rendezvous()
         world = MPI(int(name.removeprefix("mpi-"))) if by_mpi else WORLDS[name](rendezvous)
-        modules = {item: importlib.import_module(item.partition(":")[2]) for item in group}
+        parts = (item.partition("=") for item in group)
+        cases = {item: set(names.split(",")) for item, _, names in parts}
         if world.takes_part:
-            outcomes |= outcomes_of(modules, world)
+            outcomes |= outcomes_of(cases, world)
         world.end()
         if world.takes_part and world.rank == 0:
             with open(report, "w") as file:

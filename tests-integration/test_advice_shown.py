@@ -16,6 +16,7 @@ SHOWN = re.findall(
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("flags", "shown"), SHOWN, ids=[flags for flags, _ in SHOWN])
 def test_the_page_shows_what_the_command_prints(flags, shown, monkeypatch, capsys):
     recorded = advised(json.loads((RESULTS / "advise.json").read_text())["rows"], "wan")

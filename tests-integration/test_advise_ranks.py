@@ -47,6 +47,7 @@ def check(out, ranks):
     assert found["pairs"]["alpha"] > 0
 
 
+@pytest.mark.few(0)
 @pytest.mark.mpi
 def test_under_mpiexec_where_one_rank_tells_what_is_measured(mpiexec):
     done = mpiexec(3, "-m", "thinwire", "advise", *FLAGS)
@@ -85,12 +86,14 @@ def test_a_factory_that_fails_on_one_rank_ends_all_under_mpiexec(mpiexec, factor
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.few(0)
 def test_under_torchrun(processes):
     [done] = processes(1, *TORCHRUN, "-m", "thinwire", "advise", *FLAGS)
     assert done.returncode == 0, done.stderr
     check(done.stdout, 2)
 
 
+@pytest.mark.few(0)
 def test_a_factory_that_fails_on_one_rank_ends_all_under_torchrun(processes, factories):
     """torchrun itself adds a report that a worker has failed."""
     [done] = processes(1, *TORCHRUN, "-m", "thinwire", "advise", "--model", "one_fails:at_once")

@@ -62,6 +62,7 @@ def train_behind_a_link_that_goes_dark(world, native, dark, tmp_path):
     return {int(rank): (float(when) - since[0], reason) for rank, when, reason in lines}, ended
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "native", "dark"),
     [
@@ -109,6 +110,7 @@ except CollectiveError as error:
 """
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("world", "algorithms"),
     [("gloo", ("topk-dsa", "spardl")), pytest.param("mpi", ("dense", "spardl"), marks=pytest.mark.mpi)],

@@ -66,6 +66,7 @@ def rest(mpiexec, folder, kills):
     return mpiexec(4, SCRIPT, "rest", folder)
 
 
+@pytest.mark.few(0)
 def test_killed_three_times_in_mid_write_and_resumed_a_run_ends_in_the_same_bits(rest, folder, kills):
     straight, broken = folder / "straight", folder / "broken"
     assert (folder / "resumed.txt").exists(), rest.stderr
@@ -128,6 +129,7 @@ def demo(tmp_path_factory):
     return folder, subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.few(0)
 def test_the_demo_starts_its_own_workers_and_shows_a_table_and_a_plot(demo):
     folder, launch = demo
     assert launch.returncode == 0, launch.stderr
@@ -142,6 +144,7 @@ def test_the_demo_starts_its_own_workers_and_shows_a_table_and_a_plot(demo):
     assert (folder / "shown" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.few(0)
 def test_started_as_torchrun_does_it_trains_the_same_bits(demo, processes, tmp_path):
     folder, _ = demo
     flags = f"--algorithm gtopk --max-epochs 1 --output {tmp_path / 'run'}"

@@ -167,6 +167,7 @@ def test_the_entry_point_becomes_the_rank(tmp_path, environment, told):
     assert done.stdout.strip() == told, done.stderr
 
 
+@pytest.mark.few(0)
 @pytest.mark.mpi
 def test_the_container_trains(tmp_path):
     """As it does without one: with what each operator sets."""

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("short", ["cifar", "deepspeech", "text", "trainer.plot"])
 def test_a_short_command_is_the_apps_own(short):
     texts = [

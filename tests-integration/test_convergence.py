@@ -14,6 +14,7 @@ from bench.convergence.training import LINKS, trained
 from bench.convergence.ways import Run
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_plain_ddp_has_the_scores_of_the_simulated_dense_way(optimizer):
     """So that torch's hooks, which take real ranks only, can stand beside what simulated ones learn."""
@@ -23,6 +24,7 @@ def test_plain_ddp_has_the_scores_of_the_simulated_dense_way(optimizer):
     assert theirs["bytes_a_step"] == pytest.approx(ours["bytes_a_step"], rel=0.01)
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize("way", ["torch bf16 hook", "torch PowerSGD hook"])
 def test_torchs_hooks_train_and_send_less(way):
     run = Run("cnn-digits", "sgd", way, 1.0, 0.0, 2, 0, 60)

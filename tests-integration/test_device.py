@@ -53,6 +53,7 @@ def integers(size, n, most):
     return [torch.randint(-most, most + 1, (n,), generator=generator).float() for _ in range(size)]
 
 
+@pytest.mark.few(4)
 @every_algorithm
 @every_way
 def test_laws(name, wire, size):
@@ -61,6 +62,7 @@ def test_laws(name, wire, size):
         check(name, [topk(x, k) for x in integers(size, n, most)], k, wire)
 
 
+@pytest.mark.few(4)
 @every_algorithm
 @every_way
 def test_the_same_entries_on_all_ranks(name, wire, size):
@@ -69,6 +71,7 @@ def test_the_same_entries_on_all_ranks(name, wire, size):
         check(name, [topk(torch.arange(1.0, n + 1), k)] * size, k, wire)
 
 
+@pytest.mark.few(2)
 @every_algorithm
 @pytest.mark.parametrize(("size", "wire"), [(2, "bf16-packed"), (3, "fp32")])
 def test_tiny_and_empty_vectors(name, wire, size):
@@ -79,6 +82,7 @@ def test_tiny_and_empty_vectors(name, wire, size):
         check(name, [topk(x, n * (rank == 1)) for rank, x in enumerate(inputs)], n, wire)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("size", "teams", "sag", "wire"),
     [(4, 2, "r-sag", "bf16-packed"), (6, 3, "b-sag", "fp32"), (6, 6, "b-sag", "bf16-packed"), (8, 2, "b-sag", "fp32")],
@@ -90,6 +94,7 @@ def test_spardl_in_teams(wire, size, teams, sag):
         check("spardl", vectors[:1] * size, k, wire, teams=teams, sag=sag)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -161,6 +166,7 @@ class GradBucket:
         self.index, self.is_last = (lambda: index), (lambda: is_last)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_a_hook_loses_nothing(name, scale):

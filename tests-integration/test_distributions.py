@@ -30,6 +30,7 @@ def built(tmp_path_factory):
         return {name: build(package, into) for name, package in PACKAGES.items()}
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_archives_hold_what_an_index_shows(name, built):
     found = {archive.name: list(faults(PACKAGES[name], archive)) for archive in built[name]}
@@ -43,6 +44,7 @@ def test_a_package_says_its_version(name):
     assert module.__version__ == importlib.metadata.version(name)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_every_import_is_declared(name):
     """Also those in functions, which a first example may not reach."""

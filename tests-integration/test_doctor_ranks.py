@@ -78,16 +78,19 @@ def test_every_package_of_the_tree_is_asked_for():
     assert set(PACKAGES) == {name for name, package in packages().items() if package.folder.parent.name == "packages"}
 
 
+@pytest.mark.few(0)
 def test_under_torchrun(processes):
     [done] = processes(1, *TORCHRUN, *DOCTOR, "--timeout", "80")
     check(done, "gloo takes")
 
 
+@pytest.mark.few(0)
 @pytest.mark.mpi
 def test_under_mpiexec(mpiexec):
     check(mpiexec(2, *DOCTOR, "--timeout", "80"), "gloo would take")
 
 
+@pytest.mark.few(0)
 @pytest.mark.mpi
 def test_a_launcher_of_another_mpi_than_mpi4pys(forked):
     """Without the descriptor or address of a launcher, each process is one rank: so it is with another MPI's."""
@@ -97,6 +100,7 @@ def test_a_launcher_of_another_mpi_than_mpi4pys(forked):
     assert found["what"].endswith(", finds 1")
 
 
+@pytest.mark.few(0)
 def test_a_port_that_another_program_has(forked):
     """Rank 0 cannot listen there; who connects to a program that is silent is ended by the time limit alone."""
     with socket.socket() as taken:
@@ -123,6 +127,7 @@ def test_a_rank_that_does_not_come(forked, free_port):
     assert found["remedy"].startswith(f"likely 127.0.0.1:{place['MASTER_PORT']}")
 
 
+@pytest.mark.few(0)
 def test_an_interface_that_one_rank_does_not_have(forked, free_port):
     """They meet in the Store, by which rank 0 knows what the other one took; gloo then fails on it."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}

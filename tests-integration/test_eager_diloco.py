@@ -282,6 +282,7 @@ def test_nan_and_a_rank_that_gives_up_are_named_on_all():
     assert [said[0], said[2]] == ["rank 1 gave up its partial allreduce: ZeroDivisionError: mine"] * 2
 
 
+@pytest.mark.few(0)
 def test_the_example_learns():
     spec = importlib.util.spec_from_file_location("eager_diloco", PATH)
     example = importlib.util.module_from_spec(spec)

@@ -39,6 +39,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_joins_where_all_take_a_metric_after_every_step(family):
     """Neither waits for the other: who has joined begins with a step, as the others do then."""

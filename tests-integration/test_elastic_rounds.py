@@ -123,6 +123,7 @@ def drawn(size, seed):
     return faults, late, {**options, "jitter": draw.choice([0.0, 2e-4, 5e-3])}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("part", range(4))
 def test_ranks_come_and_die_and_those_that_live_agree_and_lose_nothing(size, part):
@@ -225,6 +226,7 @@ def test_a_drained_state_of_three_goes_on_with_two(streams):
     assert second[0][1] > first[0][1]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("dead", [0, 1, 2])
 @pytest.mark.parametrize("at", [0.05, 0.1])

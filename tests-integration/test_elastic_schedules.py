@@ -17,6 +17,7 @@ ONCE_BROKEN = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore")
 def test_laws(kind, caplog):

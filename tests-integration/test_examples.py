@@ -38,6 +38,7 @@ def percent(text):
     return [float(number) for number in re.findall(r"([\d.]+)%", text)]
 
 
+@pytest.mark.few(0)
 def test_ddp_goes_on_after_a_stop_on_more_ranks_too(processes, tmp_path):
     script = EXAMPLES / "ddp_checkpoints.py"
     for size, epochs in ((2, "1 to 2"), (2, "3 to 4"), (3, "5 to 6")):
@@ -74,6 +75,7 @@ def test_calls_in_flight(processes):
     assert "under way in the background" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["diloco", "local", "overlap"])
 def test_ranks_that_meet_seldom(processes, name):
     said = output(processes(2, EXAMPLES / "local_sgd_digits.py", name))
@@ -81,6 +83,7 @@ def test_ranks_that_meet_seldom(processes, name):
     assert percent(said)[0] > 88
 
 
+@pytest.mark.few(0)
 def test_a_rank_is_killed_and_another_one_joins(forked, tmp_path):
     said = output(forked([EXAMPLES / "elastic_digits.py"], [{}], 280, tmp_path))
     assert re.search(r"3 ranks at the end, generation [2-9]", said)
@@ -88,6 +91,7 @@ def test_a_rank_is_killed_and_another_one_joins(forked, tmp_path):
     assert "exit statuses [0, -9, 0, 0]" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "lines", "least"),
     [("own_compressor.py", 9, 20), ("own_dense_compressor.py", 2, 80), ("sparse_vectors.py", 9, None)],

@@ -122,6 +122,7 @@ def synchronous(comm, model, before_step, seen, *, make, verify):
         seen.append(bits_of(model))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", AT_EVERY_STEP)
 @settings(max_examples=max(3, settings.default.max_examples // 3))
 @given(size=st.sampled_from([2, 3, 5]), flipped=flips, verify=st.integers(1, 3))
@@ -159,6 +160,7 @@ def averaging(comm, model, before_step, seen, *, make, verify):
             seen.append(None)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", AT_BOUNDARIES)
 @settings(max_examples=max(3, settings.default.max_examples // 3))
 @given(size=st.sampled_from([2, 3, 5]), flipped=flips, verify=st.integers(1, 2))
@@ -174,6 +176,7 @@ def test_parameters_at_rest_of_a_periodic_training(kind, size, flipped, verify):
     assert all(len(seen) < flipped["at"] + EVERY * verify + 1 for _, seen in found)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", [*AT_EVERY_STEP, *AT_BOUNDARIES])
 @settings(max_examples=max(2, settings.default.max_examples // 5))
 @given(size=st.sampled_from([1, 2, 3, 5]), verify=st.sampled_from([None, 0, 1, 2]))
@@ -187,6 +190,7 @@ KEPT = {name: make for name, make in ALGORITHMS.items() if name not in ("local-s
 KEPT["streaming-diloco"] = partial(KEPT["streaming-diloco"], delay=0)  # with a delay the mean comes first, and rounds
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KEPT)
 @settings(max_examples=max(3, settings.default.max_examples // 3))
 @given(size=st.sampled_from([2, 3, 5]), rank=st.integers(0, 4), bit=st.integers(0, 10_000), place=st.integers(0, 9))

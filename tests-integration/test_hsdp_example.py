@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "hsdp" / "digits.py"
 
 
+@pytest.mark.few(0)
 def test_it_learns_on_two_nodes_of_two():
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run([*launch, SCRIPT, "3"], capture_output=True, text=True, timeout=280)

@@ -10,6 +10,7 @@ from release.kernels import check_ways
 from release.packages import build, packages, wheel_of
 
 
+@pytest.mark.few(0)
 def test_every_install_says_what_it_uses(tmp_path, monkeypatch):
     monkeypatch.delenv("SPARSE_COMPRESS_NATIVE", raising=False)
     reason = compile_kernels(tmp_path / "kernels.so")

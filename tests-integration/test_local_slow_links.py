@@ -83,6 +83,7 @@ def test_two_levels_on_mpi_have_the_bits_of_the_simulated_world(mpiexec):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.few(0)
 def test_two_levels_on_gloo_have_the_bits_of_the_simulated_world(processes):
     for done in processes(4, HERE / "levels_on_ranks.py", "gloo"):
         assert done.returncode == 0, done.stderr

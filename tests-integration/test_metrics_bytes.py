@@ -62,6 +62,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.few(0)
 def test_bytes_sent_are_those_of_the_interface(tmp_path):
     script = tmp_path / "trains.py"
     script.write_text(TRAINS)

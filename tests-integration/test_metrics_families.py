@@ -62,6 +62,7 @@ def trained(comm, kind, steps):
     return [*found, snapshots.latest]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @given(size=st.integers(1, 3), steps=st.integers(2, 5))
 def test_every_number_is_exported_and_counters_only_grow(tmp_path_factory, family, size, steps):

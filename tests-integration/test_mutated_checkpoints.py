@@ -123,6 +123,7 @@ def trained():
     return trained
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MADE)
 def test_states(name, trained):

@@ -1,13 +1,14 @@
 """Laws, features of DDP, and failures that all ranks tell alike, on real ranks; the cases stand in modules.
 
-One launch runs all cases of its worlds, since a rank takes seconds to start: see on_ranks.py. On
-GPUs, marked `gpu`, over gloo and NCCL; without one on a device that is only pretended.
+One launch runs what is asked for of its worlds, since a rank takes seconds to start: see on_ranks.py. On GPUs, marked
+`gpu`, over gloo and NCCL; without one on a device that is only pretended.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,18 @@ THREE = (
     "untagged:untagged_cases",
 )
 FOUR = ("gloo:hsdp_cases", "gloo:twice_cases")  # two nodes of two
+SELDOM = {
+    *(f"mpi-{size}:{module}" for size in (1, 2) for module in ("dense_cases", "sparse_cases")),
+    *("mpi-3:sparse_cases", "mpi-3:local_cases", "mpi-4:dense_cases", "mpi-4:FAILURES", "untagged-3:untagged_cases"),
+    *(
+        "gloo-2:dense_cases",
+        "gloo-2:sparse_cases",
+        "gloo-2:digits_cases",
+        "gloo-3:partial_cases",
+        "gloo-3:ddp_learning",
+    ),
+}
+"""What others take too, or what takes long: only with --whole, as the cases that a module names SELDOM."""
 PRETEND = ("pretend-gloo:device_cases", "pretend-untagged:device_cases")
 GPUS = torch.cuda.device_count()
 
@@ -60,7 +73,12 @@ def ranks_of(launch, item):
     return int(world.removeprefix("mpi-")) if world.startswith("mpi-") else launch.size
 
 
-def marks(name):
+def marks(name, module, case, seldom):
+    seldom = seldom or case in getattr(import_module(module), "SELDOM", ())
+    return [*([pytest.mark.few(0)] if seldom else []), *needs(name)]
+
+
+def needs(name):
     launch = LAUNCHES[name]
     if launch.gpus:
         return [pytest.mark.gpu, pytest.mark.skipif(launch.gpus > GPUS, reason=f"{GPUS} GPUs, needs {launch.gpus}")]
@@ -74,17 +92,26 @@ def cases(kind):
             world, _, module = item.partition(":")
             ranks = ranks_of(launch, item)
             for case in getattr(import_module(module), kind, ()) if kind == "LAWS" or ranks > 1 else ():
-                of = f"{world.removesuffix(f'-{ranks}')}-{ranks}-{module}-{case.__name__}"
-                yield pytest.param(name, item, case, id=of, marks=marks(name))
+                at = f"{world.removesuffix(f'-{ranks}')}-{ranks}"
+                marked = marks(name, module, case, {f"{at}:{module}", f"{at}:{kind}"} & SELDOM)
+                yield pytest.param(name, item, case, id=f"{at}-{module}-{case.__name__}", marks=marked)
 
 
 @pytest.fixture(scope="module")
-def outcomes(mpiexec, processes, tmp_path_factory):
+def outcomes(mpiexec, processes, tmp_path_factory, request):
     """outcomes(launch) -> {item: {case: [outcome of each rank]}}; those over gloo are launched side by side."""
     folder, begun = tmp_path_factory.mktemp("ranks"), {}
+    asked = defaultdict(partial(defaultdict, list))
+    for test in request.session.items:
+        if test.fspath == request.fspath:
+            params = test.callspec.params
+            asked[params["launch"]][params["item"]].append(params["case"].__name__)
 
     def launch(name):
-        size, items = LAUNCHES[name].size, LAUNCHES[name].items
+        size, items = (
+            LAUNCHES[name].size,
+            [f"{item}={','.join(asked[name][item])}" for item in LAUNCHES[name].items if item in asked[name]],
+        )
         report, by_mpi = folder / f"{name}.json", partial(mpiexec, interpreters=True)
         done = (by_mpi if name.startswith("mpi") else processes)(size, SCRIPT, report, *items, timeout=280)
         for rank in done if isinstance(done, list) else [done]:
@@ -95,7 +122,7 @@ def outcomes(mpiexec, processes, tmp_path_factory):
 
         def of(name):
             for other in ("gloo-2", "gloo-3", "gloo-4") if name.startswith("gloo") else (name,):
-                if other not in begun:
+                if other not in begun and asked[other]:
                     begun[other] = side_by_side.submit(launch, other)
             return begun[name].result()
 

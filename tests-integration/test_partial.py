@@ -23,6 +23,7 @@ for step in range(10_000):
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("how", "quorum", "returncode", "said"),
     [
@@ -63,6 +64,7 @@ print("|".join([str(total), str(len(got[-1].members)), str(hash(str(rounds)))]))
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("victim", "quorum"), [(0, "majority"), (1, "solo")])
 def test_gloo_the_others_go_on_without_a_rank_that_is_killed(processes, tmp_path, monkeypatch, victim, quorum):
     """All that they give arrives once, on both alike; of its own what was in a round. Rank 0 holds the Store."""
@@ -170,6 +172,7 @@ except BaseException as error:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
 def test_an_interrupt_in_the_middle_of_an_allreduce(processes, mpiexec, tmp_path, world):
     """It reaches the user, whose process ends; the others err with one reason within seconds."""

@@ -33,6 +33,7 @@ def rows_of(command: str, folder: Path) -> list[dict[str, object]]:
     return rows
 
 
+@pytest.mark.few(0)
 def test_spardl(tmp_path: Path) -> None:
     small_files.cifar10_python(tmp_path / "vgg_data")  # as torchvision unpacks it
     ours = " ".join(SPARDL.split()).replace("main_trainer.py", "-m cifar").replace("node0,node1", "localhost,localhost")
@@ -42,6 +43,7 @@ def test_spardl(tmp_path: Path) -> None:
     assert 0 < row["bytes_sent"] < 0.03 * dense
 
 
+@pytest.mark.few(0)
 def test_gtopk(tmp_path: Path) -> None:
     small_files.cifar10_binary(tmp_path / "data")
     shutil.copy(ROOT / "examples" / "gtopk_mpi.sh", tmp_path)

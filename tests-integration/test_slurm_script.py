@@ -66,6 +66,7 @@ def launcher_of(started):
     return launcher
 
 
+@pytest.mark.few(0)
 @pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs Linux' /proc")
 @pytest.mark.timeout(300)
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(job, tmp_path):

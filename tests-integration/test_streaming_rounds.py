@@ -21,6 +21,7 @@ def streaming(model, comm, quorum, /, compress=None, **settings):
     return StreamingDiLoCo(inner, comm=comm, allreduce=make, **{"sync_every": 6, "fragments": 3} | settings)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("seconds", [(1e-3, 1e-3), (1e-3, 4e-3), (1e-7, 1e-7)])
 @pytest.mark.parametrize(
@@ -125,6 +126,7 @@ def test_nobody_waits_for_the_last():
     assert SimulatedWorld(3).run(lambda comm: body(comm, 3))[0] > 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("compress", [None, "int4"])
 @pytest.mark.parametrize(
     ("quorum", "delay", "taken"),

@@ -40,6 +40,7 @@ def straight(tmp_path_factory):
     return folder / "straight"
 
 
+@pytest.mark.few(0)
 def test_killed_in_the_middle_of_an_epoch_and_resumed_a_run_ends_in_the_same_bits(straight, mpiexec):
     """With hidden state, dropout and residuals."""
     broken = straight.parent / "broken"
@@ -55,6 +56,7 @@ def test_killed_in_the_middle_of_an_epoch_and_resumed_a_run_ends_in_the_same_bit
     assert_same_models(broken, straight)
 
 
+@pytest.mark.few(0)
 def test_started_as_torchrun_does_it_trains_the_same_bits(straight, processes, tmp_path):
     for launch in processes(2, "-m", "text", *TRAIN.split(), "--output", tmp_path / "run", timeout=200):
         assert launch.returncode == 0, launch.stderr
@@ -62,6 +64,7 @@ def test_started_as_torchrun_does_it_trains_the_same_bits(straight, processes, t
     assert_same_models(tmp_path / "run", straight)
 
 
+@pytest.mark.few(0)
 def test_what_was_trained_goes_on_with_a_prompt(straight, forked, tmp_path):
     words = ["-m", "text", "generate", straight, "--prompt", "The statement", "--length", "8"]
     [done] = forked(words, [{}], 100, tmp_path)

@@ -18,6 +18,7 @@ def installed(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
+@pytest.mark.few(0)
 @pytest.mark.usefixtures("installed")
 def test_its_own_tests_pass(forked):
     """Its laws in simulated worlds of 1, 2, 3, 5 and 8 ranks, and training on 3."""

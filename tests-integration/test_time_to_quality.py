@@ -107,6 +107,7 @@ def test_the_best_of_each_line_and_how_many_times_as_long_others_take():
     )
 
 
+@pytest.mark.few(0)
 def test_what_is_on_record_is_neither_trained_nor_measured_again(tmp_path, monkeypatch, capsys):
     """And a way that does not reach the goal has no seconds, whatever the others do."""
     runs = runs_of(CELL, 1)

@@ -238,6 +238,7 @@ for how, first in ways.items():
 """
 
 
+@pytest.mark.few(0)
 @pytest.mark.mpi
 def test_mpi_the_first_call_has_its_time_out_and_names_who_is_absent(mpiexec, tmp_path):
     """And nobody is caught by a later call that the others do not expect."""

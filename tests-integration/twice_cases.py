@@ -111,3 +111,4 @@ LAWS = [
     a_wrapper_of_one_rank_exchanges_nothing_twice,
     where_ddp_exchanges_inside_a_node_and_the_wrapper_between_nodes_all_is_silent,
 ]
+SELDOM = LAWS[1:]

@@ -51,6 +51,7 @@ def rows(folder: RunFolder) -> list[dict[str, object]]:
     return read_metrics(folder.metrics.path) if folder.metrics.path.exists() else []
 
 
+@pytest.mark.few(0)
 @pytest.mark.timeout(280)
 def test_rank_0_is_killed_another_one_joins_and_a_resume_has_fewer_ranks(start: Start, tmp_path: Path) -> None:
     server = start("communicators.elastic", "--port", 0)

@@ -67,6 +67,7 @@ def test_the_page_lists_every_model_and_its_parameters() -> None:
         assert f"{parameters:,}" in page, (name, parameters)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("images", [IMAGENET, CIFAR10, MNIST, DIGITS], ids=["imagenet", "cifar10", "mnist", "digits"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_for_images_of_every_data_set(name: str, images: dict[str, int]) -> None:
@@ -75,6 +76,7 @@ def test_logits_for_images_of_every_data_set(name: str, images: dict[str, int]) 
     assert logits.shape == (2, images["classes"])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_moves_every_parameter(name: str) -> None:
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ def test_one_makes_it_for_all(tmp_path, monkeypatch):
     assert all(same(results[0], each) for each in results)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("damage", [b"", b"PK", None])
 def test_a_damaged_file_is_made_anew(tmp_path, damage):
     first = said(tmp_path, few())

@@ -71,6 +71,7 @@ def own(algorithm):
     return " --density 0.1" if any(flag.name == "density" for flag in entries_of(APP)[algorithm].flags) else ""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "flags",
     ["--algorithm gtopk --density 0.1 --spec-augment", "--no-bucketing --momentum 0.5"]
@@ -266,6 +267,7 @@ def test_words_are_within_their_file(data, options):
         assert all(0 <= word.start < word.end <= 0.8 + 0.04 for word in found)
 
 
+@pytest.mark.few(0)
 @pytest.mark.mpi
 def test_it_starts_its_own_workers_and_torchrun_starts_it(data, tmp_path):
     flags = ["-m", "deepspeech", *TINY.split(), f"--data-dir={data}", "--max-epochs=1", "--warmup-epochs=0"]

@@ -78,6 +78,7 @@ def test_a_language_model_learns_and_its_perplexity_is_that_of_its_loss(tmp_path
     assert "skipped" not in rows[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", TABLE)
 def test_a_run_of_every_algorithm_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path, algorithm: str) -> None:
     """In the middle of an epoch, with hidden state, dropout and clipping; eager runs meet at checkpoints."""

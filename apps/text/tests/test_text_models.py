@@ -38,6 +38,7 @@ def judging(model: nn.Module) -> Tensor:
     return cross_entropy(model(tokens, torch.tensor([9, 5])), torch.tensor([0, 1]))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("build", "loss"),
     [

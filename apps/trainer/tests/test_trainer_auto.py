@@ -51,6 +51,7 @@ def assert_same_run(options: Options, expected: Options) -> None:
     assert_same_bits(*runs)
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("working")
 @pytest.mark.parametrize(("link", "compresses"), [(SLOW, True), (FAST, False)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -87,6 +88,7 @@ def test_alone_there_is_nothing_to_exchange(app: App, asked: Options) -> None:
     assert config(asked)["algorithm"] == "dense"
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("working")
 @pytest.mark.parametrize(("then", "now"), [(SLOW, FAST), (FAST, SLOW)])
 @pytest.mark.parametrize("operations", [4, 30])
@@ -184,6 +186,7 @@ def test_only_a_run_that_was_chosen_for_is_gone_on_with(app: App, options: Calla
     train(app, by_name, 2)
 
 
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("working")
 @pytest.mark.parametrize(
     ("change", "says"),

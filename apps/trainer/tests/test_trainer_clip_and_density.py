@@ -55,6 +55,7 @@ def test_a_rank_s_part_of_a_mean_may_be_longer_than_its_own_step(
     assert limits == {0.5 * factor}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("algorithm", ["dense", "gtopk", "powersgd", "local-sgd", "eager-majority"])
 def test_clipping_shortens_what_a_run_learns(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str

@@ -20,6 +20,7 @@ def written(tmp_path: Path, entries: object) -> str:
     return f"--config={path}"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("algorithm", TABLE)
 def test_the_config_of_a_run_gives_the_run(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str

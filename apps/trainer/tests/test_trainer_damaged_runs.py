@@ -14,6 +14,7 @@ def campaign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield begun(*request.param, tmp_path_factory.mktemp("campaign"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_resumed_to_the_same_bits_or_refused_in_one_line(campaign: Campaign, group) -> None:
     campaign.tried, campaign.refused, campaign.faults = 0, 0, {}

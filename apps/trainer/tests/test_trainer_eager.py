@@ -23,6 +23,7 @@ from thinwire_trainer.synchronisers.table import TABLE
 NAMES = ["eager-solo", "eager-majority", "eager-quorum"]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("algorithm", NAMES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_gradient_of_an_epoch_is_in_its_rounds_and_the_rate_ends_with_the_run(
@@ -42,6 +43,7 @@ def test_every_gradient_of_an_epoch_is_in_its_rounds_and_the_rate_ends_with_the_
                 assert torch.equal(value, states[0]["model"][name])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", NAMES)
 @pytest.mark.parametrize("operations", [12, 19, 24])
 def test_killed_anywhere_and_resumed(

@@ -105,6 +105,7 @@ def elastic(options: Callable[..., Options]) -> Callable[..., Options]:
     return lambda **flags: options(elastic="here:1", batch_size=BATCH, max_epochs=EPOCHS, **flags)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("algorithm", WAYS)
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_a_rank_dies_in_an_evaluation_and_whoever_is_rank_0_then_goes_on_in_the_folder(
@@ -116,6 +117,7 @@ def test_a_rank_dies_in_an_evaluation_and_whoever_is_rank_0_then_goes_on_in_the_
     assert (first["steps"], first["world_size"]) == (STEPS, RANKS - 1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("algorithm", WAYS)
 @pytest.mark.parametrize("late", [0.15, 1.2])
 def test_one_dies_and_a_newcomer_ends_with_the_others(
@@ -127,6 +129,7 @@ def test_one_dies_and_a_newcomer_ends_with_the_others(
     check(options, models, dead=1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", WAYS)
 @pytest.mark.parametrize("ranks", [2, RANKS])
 def test_after_all_have_died_the_same_command_goes_on_with_any_number_of_ranks(

@@ -26,6 +26,7 @@ KILLS, RANKS, STEPS = 3, 4, 15
 LONGEST = 40  # operations on the disk; a step's checkpoint takes about 14
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", CHAINS)
 def test_a_run_that_is_killed_three_times_ends_in_the_same_bits(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str

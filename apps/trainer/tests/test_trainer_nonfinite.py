@@ -79,6 +79,7 @@ def watched(task: Any, seen: list[dict[str, Any]]) -> Any:
 SKIPPING = [name for name, entry in TABLE.items() if "nonfinite" in {flag.name for flag in entry.flags}]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("algorithm", SKIPPING)
 def test_a_skipped_step_leaves_the_statistics_as_they_were(

@@ -20,6 +20,7 @@ from thinwire_trainer.synchronisers.table import TABLE, Flag, Synchronisation
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", TABLE)
 def test_with_adamw_every_algorithm_is_killed_anywhere_and_resumed(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str

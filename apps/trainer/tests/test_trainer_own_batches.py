@@ -62,6 +62,7 @@ def test_a_test_stream_is_scored_alike_by_whatever_number_of_ranks(asked: Callab
     assert losses == [pytest.approx(losses[0], rel=1e-6)] * 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", ["dense", "gtopk", "overlap-local-sgd", "diloco"])
 def test_killed_in_the_middle_of_an_epoch_and_resumed(
     asked: Callable[..., Options], tmp_path: Path, algorithm: str

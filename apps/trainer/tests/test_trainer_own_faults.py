@@ -83,6 +83,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_a_task_gives_that_it_should_not_is_one_line_on_all_ranks(wrong: str, tmp_path: Path) -> None:
     method, given, says = WRONG[wrong]

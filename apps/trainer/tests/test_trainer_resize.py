@@ -85,6 +85,7 @@ OWN = ("diloco", "sparseloco")
 """Their residuals are of their own ranks, and can only be dropped."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("algorithm", "how"),
     [*((name, "carry") for name in TABLE if name != "sparseloco"), *((name, "drop") for name in [*FED_BACK, *OWN])],
@@ -108,6 +109,7 @@ def test_there_and_back_with_another_number_of_ranks(
     ]  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", ["dense", "gtopk", "spardl", "local-sgd"])
 def test_what_goes_on_with_other_ranks_is_killed_anywhere_and_resumed(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str
@@ -175,6 +177,7 @@ def test_not_from_the_middle_of_an_epoch(app: App, options: Callable[..., Option
         train(app, replace(given, resume="latest", residuals="carry"), 3)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("algorithm", MAKERS)
 def test_models_that_were_not_averaged_are_not_taken(app: App, options: Callable[..., Options], algorithm: str) -> None:
     given = options(algorithm=algorithm, max_epochs=4)
@@ -183,6 +186,7 @@ def test_models_that_were_not_averaged_are_not_taken(app: App, options: Callable
         train(app, replace(given, resume="latest", residuals="carry"), 3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", ["local-sgd", "diloco", "streaming-diloco"])
 def test_what_a_compressed_average_has_not_sent_is_dropped_only(
     app: App, options: Callable[..., Options], algorithm: str

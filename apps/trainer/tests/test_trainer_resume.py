@@ -57,6 +57,7 @@ def test_killed_anywhere_and_resumed(
     assert_same_bits(result(broken), result(straight))
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:two momenta multiply")  # of DiLoCo, whose blocks are short here
 @pytest.mark.parametrize("algorithm", MAKERS)
 def test_periodic_averaging_is_killed_anywhere_and_resumed(
@@ -75,6 +76,7 @@ def test_periodic_averaging_is_killed_anywhere_and_resumed(
         assert_same_bits(result(broken), result(straight))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("select", ["topk", "dgc", "gaussiank", "randomk", "threshold"])
 def test_every_selection_is_killed_anywhere_and_resumed(
     app: App, options: Callable[..., Options], tmp_path: Path, select: str
@@ -91,6 +93,7 @@ def test_every_selection_is_killed_anywhere_and_resumed(
     assert_same_bits(result(broken), result(straight))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", [name for name, entry in TABLE.items() if entry.overlaps])
 def test_an_exchange_that_overlaps_is_killed_anywhere_and_resumed(
     app: App,
@@ -112,6 +115,7 @@ def test_an_exchange_that_overlaps_is_killed_anywhere_and_resumed(
     assert_same_bits(result(broken), result(straight))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", TABLE)
 def test_the_same_seed_and_world_give_the_same_bits(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str

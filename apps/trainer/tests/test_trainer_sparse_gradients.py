@@ -56,6 +56,7 @@ def build(sparse: bool, options: Options, device: torch.device) -> streams.Strea
     return streams.Streams(Sparse(sparse).to(device), options)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("algorithm", TABLE)
 def test_a_sparse_embedding_trains_as_a_dense_one(tmp_path: Path, algorithm: str) -> None:
     """With momentum, clipping and weight decay, which torch's SGD refuses of sparse gradients."""
@@ -70,6 +71,7 @@ def test_a_sparse_embedding_trains_as_a_dense_one(tmp_path: Path, algorithm: str
     assert_same_bits(results[1], results[0])
 
 
+@pytest.mark.few(19)
 @pytest.mark.parametrize("algorithm", TABLE)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_gradient_that_a_function_makes_sparse_is_named(tmp_path: Path, algorithm: str, overlap: bool) -> None:

@@ -124,6 +124,7 @@ def stopped_at(told: int, app: App, options: Options, ranks: int, monkeypatch: p
     return steps[0][1] if steps else 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", [name for name in TABLE if not name.startswith("eager-")])  # these: see below
 def test_a_stopped_run_goes_on_with_the_same_bits(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch

@@ -194,6 +194,7 @@ def test_in_mid_run_evaluation_sees_the_mean_and_leaves_every_rank_its_own(
     torch.testing.assert_close((own[0] + own[1]).flatten() / 2, first[: own[0].numel()])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("operations", range(2, 26, 3))
 def test_killed_anywhere_and_resumed(

@@ -103,6 +103,7 @@ def lower_bound(up, down, nbytes):
     return nbytes * max(*up, *down, ports)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("asymmetry", [1, 10])
 def test_an_exchange_among_unequal_uplinks_is_near_its_lower_bound(size, asymmetry):

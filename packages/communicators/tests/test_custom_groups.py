@@ -149,6 +149,7 @@ for given in (None, FakeStore()):
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("store", ["as it is", "behind prefixes"])
 @pytest.mark.parametrize("python", ["keeps it", "let go"])
 def test_a_fake_group_is_refused(store, python):

@@ -16,6 +16,7 @@ from communicators.elastic.testing import check_elastic_laws
 SCHEDULES = 200
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(4))
 def test_laws(part):
     for seed in range(part, SCHEDULES, 4):

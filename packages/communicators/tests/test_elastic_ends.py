@@ -28,6 +28,7 @@ def steps_of(comm, world, steps):
     return totals
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dead", range(5))
 def test_who_closes_after_the_last_commit_has_what_the_others_have(dead, caplog):
     caplog.set_level(logging.ERROR)
@@ -101,6 +102,7 @@ def served(start):
     return server, f"localhost:{re.search('port ([0-9]+)', server.stdout.readline())[1]}"
 
 
+@pytest.mark.few(0)
 def test_a_training_that_ended_lets_another_one_begin(start):
     """Also where its world was a variable of a function: the record of ranks that are gone would keep others out."""
     _, address = served(start)

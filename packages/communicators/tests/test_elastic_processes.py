@@ -102,6 +102,7 @@ def agree(*ranks: Process, size: int) -> None:
         assert len({one[step] for one in told}) == 1
 
 
+@pytest.mark.few(0)
 def test_killed_joined_stopped_and_without_a_server(start):
     server, address = served(start)
     ranks = [rank(start, address, at_least=2) for _ in range(3)]
@@ -148,6 +149,7 @@ def test_nobody_at_the_address(start):
     assert start(RANK, "127.0.0.1:1", 1, TIMEOUT, 3, 1).line("TimeoutError .*127.0.0.1:1")
 
 
+@pytest.mark.few(0)
 def test_who_is_interrupted_in_an_exchange_is_lost_to_the_others_who_go_on(start):
     _, address = served(start)
     first, interrupted, late = [rank(start, address) for _ in range(3)]
@@ -161,6 +163,7 @@ def test_who_is_interrupted_in_an_exchange_is_lost_to_the_others_who_go_on(start
     agree(first, late, size=2)
 
 
+@pytest.mark.few(0)
 def test_who_waits_for_ranks_that_have_all_died_begins_where_the_meeting_place_is_started_anew(start):
     server, address = served(start)
     dead = rank(start, address)

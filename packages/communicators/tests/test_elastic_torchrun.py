@@ -77,6 +77,7 @@ def test_restarted_workers_begin_a_new_training_in_the_agents_store(torchrun):
     assert text.count("ended attempt=1 of 3") == 3
 
 
+@pytest.mark.few(0)
 def test_workers_that_are_restarted_on_one_machine_join_those_of_another(torchrun):
     """One torchrun a machine, at a meeting place of its own: only the workers of one are restarted."""
     meeting = [sys.executable, "-m", "communicators.elastic", "--port", "0"]

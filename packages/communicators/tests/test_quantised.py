@@ -69,6 +69,7 @@ def test_a_block_that_is_not_finite_is_nan_alone(bits, wrong):
     assert torch.equal(rounded.isnan(), (torch.arange(3000) // BLOCK) == 1)
 
 
+@pytest.mark.few(2)
 @either
 @settings(max_examples=25)
 @given(data=st.data())

@@ -67,6 +67,7 @@ def test_every_signal_comes_simulated(plan, seed, jitter):
     assert world.run(lambda comm: carry_out(comm, acts[comm.rank])) == expected(size, acts)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_closing_waits_for_signals_that_are_slower_than_its_own_messages(seed):
     acts = [("send_all", 1), ("send_all", 2)]

@@ -49,6 +49,7 @@ def path(size, optimizer, signal, steps=60, *, dtype=torch.float32, seed=0, turn
     return SimulatedWorld(size).run(body), dense.detach()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("optimizer", ADAMS)
 @pytest.mark.parametrize("signal", [0.0, 0.3, 10.0])
 @pytest.mark.parametrize("size", [2, 8])
@@ -66,6 +67,7 @@ def test_all_sent_it_moves_as_far_as_with_dense_gradients(optimizer, size, signa
         assert float(moved @ meant / moved.norm() / meant.norm()) > 0.85
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("optimizer", ADAMS)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_ranks_with_the_same_gradients_go_as_one(optimizer, size):
@@ -183,6 +185,7 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_goes_on_from_a_state(size
     assert others == [first] * (size - 1)
 
 
+@pytest.mark.few(0)
 def test_the_share_of_signal_does_not_depend_on_the_number_of_ranks():
     def body(comm):
         p, wrapper = made(comm)
@@ -254,6 +257,7 @@ def test_ranks_speak_of_it_every_few_steps():
     assert 0 <= more[EVERY - 1] - 8 * EVERY * (WIDTH + 2) <= 64
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("optimizer", "size"), [("adam", 2), ("adamw", 8), ("rmsprop", 8)])
 @pytest.mark.parametrize("common", ["falls", "first", "spike 40", "spike 41"])
 def test_steps_are_as_long_as_dense_ones_where_gradients_change(optimizer, size, common):

@@ -36,6 +36,7 @@ def steps(size, number, **options):
     return SimulatedWorld(size).run(rank)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("wire", ["fp32", "int8-packed"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("algorithm", [name for name, entry in ALGORITHMS.items() if entry.selects])

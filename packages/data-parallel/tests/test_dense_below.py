@@ -41,6 +41,7 @@ def residuals(optimizer):
     return optimizer.state_dict()["distributed"]["residuals"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SPARSE)
 @given(
     size=st.sampled_from([1, 2, 4]),

@@ -139,6 +139,7 @@ def test_powersgd_sends_what_its_expression_says(size, columns):
     assert messages == [traffic.messages for traffic in sent]
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 5000, 20_000])
 def test_int8_sends_what_its_expression_says(size, numel):
@@ -151,6 +152,7 @@ def test_int8_sends_what_its_expression_says(size, numel):
     assert messages == [traffic.messages for traffic in sent]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bucket_bytes", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dense_steps", range(4))
@@ -160,6 +162,7 @@ def test_laws_of_powersgd(dense_steps, dtype, bucket_bytes):
     check_dense_laws(lambda: own, sizes=[1, 3, 4], dtype=dtype, bucket_bytes=bucket_bytes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 100}, {"overlap": True}], ids=str)
 def test_laws_of_int8(settings):
     check_dense_laws(DenseInt8, atol=0.0, **settings)

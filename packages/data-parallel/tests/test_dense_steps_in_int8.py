@@ -50,6 +50,7 @@ def _tensors(node, name, under=False):
         yield node
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("algorithm", ["gtopk", "spardl", "topk-allgather"])
 @pytest.mark.parametrize("wire", ["int8", "int8-packed"])

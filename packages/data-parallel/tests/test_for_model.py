@@ -55,6 +55,7 @@ def by_hand(comm, inner, accumulate=1, **settings):
     return bits(model.parameters())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @given(size=st.sampled_from([1, 2, 3, 5]), evaluates=st.booleans())

@@ -108,6 +108,7 @@ def spoiled(rank, bad):
     return [names[member] for member, found in its.items() if not all(map(isfinite, found.values()))]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", [*SPARSE, *WHOLE])
 @given(
     size=st.sampled_from([1, 2, 3, 4]),

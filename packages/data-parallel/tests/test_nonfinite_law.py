@@ -68,6 +68,7 @@ def run(comm, bad, *, steps, nonfinite, name, compressor, wire, bucket_bytes, mo
 values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "compressor"), list(combinations()))
 @settings(max_examples=settings.default.max_examples // 4)
 @given(

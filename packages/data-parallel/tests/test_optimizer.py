@@ -68,6 +68,7 @@ def test_all_ranks_start_with_the_parameters_of_rank_0_frozen_ones_too():
         assert result["b"].tolist() == [7, 7]
 
 
+@pytest.mark.few(13)
 @every_algorithm
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("bucket_bytes", [None, 32])

@@ -46,6 +46,7 @@ def flat(model):
     return torch.cat([p.detach().view(-1) for p in model.values()])
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"bucket_bytes": 16}, {"compressor": RandomK}])

@@ -55,6 +55,7 @@ def check(size, seed=0, **options):
         assert torch.equal(given, applied + residuals)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(max_examples=settings.default.max_examples // 2)
 @given(
@@ -73,6 +74,7 @@ def test_nothing_is_lost(name, density, wire, **options):
     check(algorithm=name, compressor=TopK(density), wire=wire, **options)
 
 
+@pytest.mark.few(6)
 @every_other_device
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "bucket_bytes": 24}, {"wire": "bf16"}], ids=str)

@@ -65,6 +65,7 @@ def test_a_sum_that_overflows_is_told_apart():
     SimulatedWorld(2).run(body)
 
 
+@pytest.mark.few(8)
 @every_algorithm
 @pytest.mark.parametrize("bucket_bytes", [None, 16])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

@@ -42,6 +42,7 @@ def state_of(model, optimizer):
     return [p.detach().clone() for p in model.parameters()] + [r.clone() for _, r in sorted(residuals.items())]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(max_examples=settings.default.max_examples // 3)
 @given(size=st.sampled_from([1, 2, 3, 4]), seed=st.integers(0, 99), unused=st.sets(st.integers(0, 3), max_size=3))

@@ -76,6 +76,7 @@ def train(comm, steps, *, algorithm=ROUNDED, saved=None, bad=(), **options):
     return given, -comm.size * torch.cat(applied), torch.cat(rest), state, dict(model.state_dict())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"bucket_bytes": 24}], ids=str)
 @pytest.mark.parametrize("make", [Rounded, lambda: Rounded(per_unit=2), Alternating])
 def test_laws(make, settings):

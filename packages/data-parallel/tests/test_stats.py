@@ -31,6 +31,7 @@ def backward(model, rank, step=0):
     model(torch.randn(8, 64, generator=seeded)).square().mean().backward()
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     "options",

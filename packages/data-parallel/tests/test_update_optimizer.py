@@ -41,6 +41,7 @@ def flat(tensors):
     return torch.cat([tensors[name].detach().reshape(-1) for name in SHAPES])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SPARSE)
 @given(
     size=st.sampled_from([1, 2, 4]),

@@ -63,6 +63,7 @@ def train(comm, steps, optimizer, how, **options):
     return everything(model, wrapper), wrapper.skipped
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("how", ["gradient", "overflow", "nan", "inf"])
 @pytest.mark.parametrize("options", [{}, {"dense_below": 6}, {"bucket_bytes": 24}, {"algorithm": "oktopk"}], ids=str)
@@ -106,6 +107,7 @@ def test_updates_whose_sum_overflows_are_skipped_too():
     assert SimulatedWorld(3).run(body) == [1] * 3
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("how", ["gradient", "nan", "inf"])
 @pytest.mark.parametrize("name", SPARSE)

@@ -85,6 +85,7 @@ class Drifting:
         self.optimizer.step()
 
 
+@pytest.mark.few(2)
 @ways
 @given(st.sampled_from([1, 2, 3, 5]), st.booleans())
 def test_sent_and_left_are_what_was_given(way, m, weighted):
@@ -132,6 +133,7 @@ def test_what_is_left_comes_later(way):
     assert float((compressed - plain).norm() / plain.norm()) < 0.3
 
 
+@pytest.mark.few(2)
 @ways
 @pytest.mark.parametrize("m", [1, 2, 3])
 def test_diloco_of_a_plain_outer_step_is_local_sgd_within_rounding(way, m):
@@ -143,6 +145,7 @@ def test_diloco_of_a_plain_outer_step_is_local_sgd_within_rounding(way, m):
     )  # near its threshold it may choose apart
 
 
+@pytest.mark.few(8)
 @ways
 @classes
 @pytest.mark.parametrize("at", [1, 4, 5])

@@ -148,6 +148,7 @@ def seconds(kind):
     return world.elapsed
 
 
+@pytest.mark.few(2)
 @all_kinds
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(dying=st.integers(0, RANKS - 1), part=st.floats(0.02, 0.98), late=st.sampled_from([0.0, 1e-4, 3e-4, 5e-4]))
@@ -190,6 +191,7 @@ def check_agreement(results, said):
     assert len({end[3] for end in ends}) == 1
 
 
+@pytest.mark.few(8)
 @all_kinds
 @pytest.mark.parametrize("inner", [SGD, ADAM], ids=["SGD", "Adam"])
 def test_a_newcomer_agrees_with_all_at_every_boundary(kind, inner):
@@ -203,6 +205,7 @@ def test_a_newcomer_agrees_with_all_at_every_boundary(kind, inner):
     check_agreement(results, said)
 
 
+@pytest.mark.few(5)
 @all_kinds
 def test_a_newcomer_that_gets_its_state_from_one_who_has_ended_trains_on(kind):
     """Three ranks, of which one has more steps than the others; who comes meanwhile has most, and ends last."""
@@ -223,6 +226,7 @@ def test_a_newcomer_that_gets_its_state_from_one_who_has_ended_trains_on(kind):
     assert all(same(one, parameters[0]) for one in parameters)
 
 
+@pytest.mark.few(3)
 @all_kinds
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(dying=st.integers(0, RANKS - 1), late=st.floats(0, 2e-3), generation=st.integers(0, 2))
@@ -235,6 +239,7 @@ def test_a_donor_or_newcomer_may_die_amid_joining(kind, dying, late, generation)
     check_agreement(results, said)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["LocalSGD, int8", "DiLoCo, int4", "DiLoCo, int2"])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(dying=st.integers(0, RANKS - 1), part=st.floats(0.1, 0.9))
@@ -350,6 +355,7 @@ def test_a_drained_state_of_more_ranks_loads_where_fewer_are_left(kind):
     assert all(same(end, ends[0]) for end in ends[:3])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("delay", [0, 1, 2])
 @pytest.mark.parametrize("every", [1, 2, 4])
 @pytest.mark.parametrize("compress", [None, "int8"])

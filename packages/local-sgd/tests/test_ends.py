@@ -18,6 +18,7 @@ def make(algorithm, task, comm, **options):
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["LocalSGD", "BMUF", "SlowMo", "EASGD", "CoCoDSGD", "OverlapLocalSGD", "DiLoCo"])
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=5),
@@ -428,6 +429,7 @@ def test_nan_in_a_buffer_that_is_averaged_is_named():
         SimulatedWorld(2).run(run)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("taken", [4, 5])
 @pytest.mark.parametrize("end", ["", "finish", "drain", "state_dict", "averaged_model"])
 def test_steps_after_which_ranks_did_not_come_together_are_said_when_the_optimizer_goes(

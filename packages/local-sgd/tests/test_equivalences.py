@@ -55,6 +55,7 @@ def test_alone_they_are_the_inner_optimizer_in_bits(quadratic, make, inner, dtyp
     assert torch.equal(x, task.flat())
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
     "settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"weight_decay": 0.1}]

@@ -102,6 +102,7 @@ def test_ranks_end_as_they_like_and_go_on(steps, often, times, weighted, compres
         assert all(torch.equal(end, ends[0]) for end in ends)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("algorithm", [LocalSGD, DiLoCo, partial(LocalSGD, compress="int8")])
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6, 9])
 def test_resumed_runs_have_the_same_bits(saved, algorithm, at):

@@ -45,6 +45,7 @@ def residual(model, optimizer):
     return torch.cat([held[name].reshape(-1) for name, _ in model.named_parameters()])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_ranks_agree_and_what_is_sent_and_what_stays_are_what_was_given(ranks):
     """With outer rate 1, momentum 0: Σ (x − z) + Σ e before = P·(z′ − z) + Σ e after."""

@@ -46,6 +46,7 @@ def assert_same_bits(one, other):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("at", "dtype"), [*((at, torch.float32) for at in (1, 3, 4, 6)), (3, torch.bfloat16), (5, torch.bfloat16)]
 )
@@ -80,6 +81,7 @@ def test_resumed_runs_have_the_same_bits(quadratic, saved, algorithm, at, dtype)
         assert_same_bits(one, other)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("at", [3, 4])
 def test_one_state_of_all_ranks_goes_on_with_the_same_bits(quadratic, saved, algorithm, size, at):
@@ -225,6 +227,7 @@ def test_states_that_do_not_fit_change_nothing(quadratic, saved, change, says):
     SimulatedWorld(2).run(body)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_drained_state_goes_on_at_any_number_of_ranks(quadratic, saved, algorithm, size):
     """Everything but the wrapped optimizer's state is the same on all ranks."""

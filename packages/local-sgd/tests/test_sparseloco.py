@@ -106,6 +106,7 @@ def test_the_model_moves_by_the_mean_over_who_sent_and_the_rest_stays(ranks):
         before = zs[0].double()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_it_goes_on_with_the_same_bits(ranks, saved):
     straight, resumed = (
@@ -116,6 +117,7 @@ def test_it_goes_on_with_the_same_bits(ranks, saved):
             assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_with_all_elements_of_one_size_it_is_diloco(ranks, uneven):

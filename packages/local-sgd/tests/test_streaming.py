@@ -149,6 +149,7 @@ def test_one_fragment_at_once_is_diloco_in_bits(quadratic, compress, bucket_byte
         assert torch.equal(one, other)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("compress", [None, "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at", range(1, 9))

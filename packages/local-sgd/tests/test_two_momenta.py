@@ -54,6 +54,7 @@ def test_two_momenta_that_multiply_are_said_once_with_what_to_do(make):
     assert "inner_state='reset'" in said
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("inner", [MOMENTUM, partial(MOMENTUM, nesterov=True), torch.optim.AdamW])
 @pytest.mark.parametrize("size", [2, 8])
 def test_no_default_is_warned_about(inner, size):
@@ -79,6 +80,7 @@ def test_published_recipes_are_not_warned_about(make, inner):
     assert said_by(make, inner=inner) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("algorithm", [SlowMo, BMUF])
 def test_defaults_move_as_far_as_local_sgd(algorithm, size):
@@ -98,6 +100,7 @@ def test_defaults_move_as_far_as_local_sgd(algorithm, size):
     assert SimulatedWorld(size).run(body) == pytest.approx([1.0] * size, rel=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", [SlowMo, BMUF])
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("curvature", [0.1, 1.0, 10.0])

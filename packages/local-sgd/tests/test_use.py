@@ -264,6 +264,7 @@ def normalised(comm, algorithm, **options):
     return model, optimizer
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("buffers", ["keep", "average", "broadcast"])
 def test_buffers(algorithm, buffers):
     def body(comm):
@@ -587,6 +588,7 @@ def test_weights_that_all_ranks_load_are_where_training_begins(quadratic, algori
         assert torch.equal(x, y)
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("buffers", ["keep", "average", "broadcast"])
 @pytest.mark.parametrize("end", ["drain", "finish"])
 def test_at_the_end_buffers_are_alike_too(algorithm, buffers, end):

@@ -63,6 +63,7 @@ def test_those_that_are_left_agree_and_lose_nothing(plan, order):
     agree_and_lose_nothing(*plan, order, jitter=2e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("part", range(8))
 def test_whenever_it_dies(part):
     """Messages take so long, one more than the other, that some ranks have ended the round and others have not."""

@@ -391,6 +391,7 @@ def test_gradients_and_rounds_that_nobody_has_applied_yet_come_back():
     assert SimulatedWorld(3).run(resumes) == SimulatedWorld(3).run(lambda comm: ends(*unmet(comm)))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_one_state_of_all_ranks_goes_on_with_the_same_bits(size):
     def goes_on(comm, model, optimizer):
@@ -561,6 +562,7 @@ def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step():
     SimulatedWorld(2).run(body)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("end", ["", "finish", "synchronize", "state_dict", "close"])
 def test_steps_after_which_ranks_did_not_meet_are_said_when_the_optimizer_goes(end, caplog):
     """Neither finish() nor a meeting or a checkpoint since: parameters are one rank's alone."""

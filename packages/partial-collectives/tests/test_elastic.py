@@ -86,6 +86,7 @@ def drawn(size, seed):
     return faults, late, {**options, "jitter": draw.choice([0.0, 2e-4, 5e-3])}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("part", range(5))
 def test_ranks_come_and_die_and_those_that_live_agree_and_lose_nothing(size, part):
@@ -94,6 +95,7 @@ def test_ranks_come_and_die_and_those_that_live_agree_and_lose_nothing(size, par
         runs(size, faults, late, seed, **options)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("message", range(1, 40, 2))
 def test_joiner_or_donor_dies(message):
     """Rank 2 comes late and dies with each of its first messages; or one of those who would give it the state does."""

@@ -75,6 +75,7 @@ def in_random_order(size, rounds, quorum):
     return fresh
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_a_majority_is_fresh_in_the_mean(size):
     """(P + 1)/2, where arrivals are independent of the draw; within five deviations of the mean of 2,500 rounds."""

@@ -127,6 +127,7 @@ def first_failure(kind, most=MOST):
     return None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rule", BROKEN)
 def test_without_a_rule(rule, monkeypatch):
     monkeypatch.setattr(interleaving, "LONGEST", 20_000)

@@ -202,6 +202,7 @@ def test_whoever_is_gone_is_found_by_one_that_waits(data, ranks):
     assert set().union(*ring.found.values()) == dies
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [2, 8, 100, 1000])
 def test_questions_of_ranks_that_wait_together_are_few(ranks):
     """Few for each of them from the first look on, whatever their number."""

@@ -78,6 +78,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("line", "said"), WRONG, ids=[line for line, _ in WRONG])
 def test_a_wrong_line_is_told_with_what_is_expected(line, said, tmp_path):
     with pytest.raises(ValueError, match="as in 3:up=5mbit") as error:

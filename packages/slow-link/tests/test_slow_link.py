@@ -138,6 +138,7 @@ def heed_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.few(2)
 @emulated
 @pytest.mark.parametrize(
     ("number", "status", "launch"),

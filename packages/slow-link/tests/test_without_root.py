@@ -57,6 +57,7 @@ def test_mpiexec_runs_behind_the_link(before, tmp_path):
     assert [line.split()[:3] for line in found] == [["rank", "0", "True"], ["rank", "1", "True"]]
 
 
+@pytest.mark.few(0)
 @emulated
 def test_torchrun_runs_behind_the_link(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

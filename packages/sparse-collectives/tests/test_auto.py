@@ -33,6 +33,7 @@ def test_ranks_agree_although_each_measured_something_else(size):
     assert set(ALGORITHMS) == {p.algorithm for p in choices[0].predictions}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(5))
 def test_ranks_agree_on_busy_machines(monkeypatch, seed):
     """Whatever time each measurement takes on each rank; costs that were given may be in any order."""

@@ -82,6 +82,7 @@ def check_outcome(outcomes, name):
                 SparseVector(vector.indices, vector.values, vector.numel)  # looks at them
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("name", "wire"), WAYS)
 def test_a_damaged_message_is_a_result_or_an_error(name, wire):
     rng, done, refused = np.random.default_rng(len(name) + len(wire)), 0, 0

@@ -42,6 +42,7 @@ LATENCY, BANDWIDTH = Link(1e-3, 1e-10), Link(1e-6, 1e-7)
 CASES = [*((size, link) for size in (2, 3, 6, 14) for link in (LATENCY, BANDWIDTH)), (33, LATENCY), (32, BANDWIDTH)]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(("size", "link"), CASES)
 def test_model_and_simulated_world_agree(name, size, link):
@@ -123,6 +124,7 @@ def test_merged_entries_are_those_that_are_merged(name, options, size, monkeypat
     assert sum(counted) == sum(entry.merged(rank, size, 24, 96) for rank in range(size))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(("size", "k"), [(65, 7), (96, 2000), (127, 5000), (128, 90), (144, 3000), (200, 20_000)])
 def test_the_ranks_of_interest_stand_for_all(name, size, k):

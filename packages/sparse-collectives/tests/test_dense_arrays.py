@@ -15,6 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SPARSE)
 @settings(max_examples=settings.default.max_examples // 2)
 @given(inputs=testing.inputs(numels=st.integers(1, 30)), k=st.integers(1, 30))

@@ -61,6 +61,7 @@ def arguments(name, form):
     return {"algorithm": name, **k, **({} if state is None else {"state": state})}
 
 
+@pytest.mark.few(28)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", [*ALGORITHMS, "auto"])
 @pytest.mark.parametrize("size", [1, 3])
@@ -83,6 +84,7 @@ def test_in_the_background_the_input_may_change_at_once(name, form, size):
         assert all(map(torch.equal, parts(one), parts(other)))
 
 
+@pytest.mark.few(109)
 @pytest.mark.parametrize(("name", "wire"), WAYS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_what_comes_back_is_nobody_elses_memory(name, wire, size):

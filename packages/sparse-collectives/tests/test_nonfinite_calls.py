@@ -61,6 +61,7 @@ def initial_states(name, size):
     return [ALGORITHMS[name].initial_state() for _ in range(size)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())

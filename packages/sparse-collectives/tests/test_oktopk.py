@@ -81,6 +81,7 @@ def check_first_call(vectors, k):
     return results, world
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("size", [2, 3, 6, 8, 14, 33, 64])
 def test_bytes_of_a_first_call(size):
     check_first_call(normal(size, 40 * size, 3 * size), 3 * size)
@@ -343,6 +344,7 @@ def test_the_state_changes_only_on_success():
     assert states[0]["boundaries"] != before[0]["boundaries"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("every", "share"), [(1, 1.0), (8, 0.4), (32, 0.4)])
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_shrinks_is_still_sent(every, share, size):

@@ -19,6 +19,7 @@ def reduce(inputs, k, name, **options):
     return [result.total.to_dense().numpy() for result in results]
 
 
+@pytest.mark.few(45)
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 12])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 1), (33, 5), (33, 33)])

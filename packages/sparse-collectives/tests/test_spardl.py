@@ -43,6 +43,7 @@ def integers(size, n, k, seed=0):
     return [topk(torch.randint(-99, 100, (n,), generator=generator).float(), k) for _ in range(size)]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("size", "teams", "sag"), TEAMS)
 @settings(max_examples=settings.default.max_examples // 3)
 @given(data=st.data())

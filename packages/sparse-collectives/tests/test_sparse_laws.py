@@ -26,6 +26,7 @@ def test_laws(name, dtype, data):
     check_sparse_call(name, [topk(x, count) for x, count in zip(dense, entries, strict=True)], k=k)
 
 
+@pytest.mark.few(3)
 @every_algorithm
 @pytest.mark.parametrize("size", [14, 33])
 def test_laws_with_many_ranks(name, size):
@@ -34,6 +35,7 @@ def test_laws_with_many_ranks(name, size):
     check_sparse_call(name, [topk(x, 7) for x in dense], k=7)
 
 
+@pytest.mark.few(34)
 @every_algorithm
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
@@ -63,6 +65,7 @@ def test_ranks_agree_on_nan_payloads_which_do_not_commute(name, size):
     assert len({result.total.values.view(torch.int32)[0].item() for result in results}) == 1
 
 
+@pytest.mark.few(32)
 @every_algorithm
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 14, 33])
 def test_rounds(name, size):

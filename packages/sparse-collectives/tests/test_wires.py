@@ -31,6 +31,7 @@ def test_laws(name, wire, data):
     check_sparse_call(name, [topk(x, data.draw(st.integers(0, numel))) for x in dense], k=k, wire=wire)
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("options", [{"teams": 2}, {"teams": 3}, {"teams": 6}, {"teams": 6, "sag": "b-sag"}], ids=str)
 @every_wire
 def test_laws_in_teams(wire, options):

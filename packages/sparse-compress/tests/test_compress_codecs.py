@@ -34,6 +34,7 @@ def spread(values, numel, seed):
     return SparseVector(order.sort().values.int(), torch.tensor(values, dtype=torch.float32), numel)
 
 
+@pytest.mark.few(6)
 @every_device
 @every_codec
 @settings(max_examples=2 * settings.default.max_examples)

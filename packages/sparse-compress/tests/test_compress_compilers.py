@@ -60,6 +60,7 @@ def cases():
         return list(every_case())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", COMPILERS)
 def test_every_compiler_gives_the_bits_of_the_plain_references(name, cases, tmp_path):
     compiler = COMPILERS[name]

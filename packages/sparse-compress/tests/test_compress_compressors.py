@@ -213,6 +213,7 @@ def test_nasty_tensors(make, nasty, seed, n):
         assert bool(sparse.values.isfinite().all()) == bool(x.isfinite().all())
 
 
+@pytest.mark.few(8)
 @every_device
 @every_compressor
 @settings(max_examples=settings.default.max_examples)
@@ -305,6 +306,7 @@ def test_states_of_another_compressor(stateful):
         ErrorFeedback(TopK()).load_state_dict(ErrorFeedback(stateful).state_dict())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("unbiased", [RandomK(0.1, unbiased=True), RandomK(0.3, unbiased=True, seed=5)], ids=repr)
 @pytest.mark.parametrize("n", [10, 37])
 def test_unbiased(unbiased, n):

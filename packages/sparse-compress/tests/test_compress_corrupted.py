@@ -69,6 +69,7 @@ def test_unpack(dtype, known):
     assert refused > CASES // 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_decode(codec):
     rng = np.random.default_rng(1)

@@ -67,6 +67,7 @@ def assert_steps_agree(gradients, density, select=None, **mode):
         plain.commit()
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
 @settings(max_examples=settings.default.max_examples // 5)
 @given(
@@ -88,6 +89,7 @@ def selections(n, k, key):
     return [Largest(k), Reaching(key, k), Reaching(0, k), Reaching(2**31 - 1, k), blocks]
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("which", range(5))
 @settings(max_examples=settings.default.max_examples // 3)
 @example(seed=524709, n=41744, dtype=torch.float16, momentum=0.0, tentative=False)
@@ -160,6 +162,7 @@ def peak_rss_growth(dtype, view):
     return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("dtype", "view"), [("float32", ""), ("bfloat16", ""), ("float32", ".T")])
 def test_no_temporary_of_the_gradients_size(dtype, view):
     assert peak_rss_growth(dtype, view) < 12

@@ -45,6 +45,7 @@ def both(level, call):
         return expected, call()
 
 
+@pytest.mark.few(12)
 @given(seed=seeds, n=lengths | st.integers(100_000, 300_000), data=st.data())
 def test_selection(level, nasty, seed, n, data):
     x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
@@ -54,6 +55,7 @@ def test_selection(level, nasty, seed, n, data):
     assert_same(*both(level, lambda: Reaching(key, k)(x)))
 
 
+@pytest.mark.few(6)
 def test_no_temporary_of_the_inputs_size(level, nasty):
     """At most a byte an element at n = 6·10⁶, where keys would take four."""
     n = 6_000_000
@@ -77,6 +79,7 @@ def steps(gradients, *, select=None, **mode):
     return seen
 
 
+@pytest.mark.few(12)
 @given(
     seed=seeds,
     n=lengths,
@@ -119,6 +122,7 @@ def entries(rng, nasty, numel, count):
     return SparseVector(torch.from_numpy(indices), torch.from_numpy(values), numel)
 
 
+@pytest.mark.few(12)
 @given(seed=seeds, numel=lengths, data=st.data())
 def test_sums(level, nasty, seed, numel, data):
     rng = np.random.default_rng(seed)
@@ -132,6 +136,7 @@ def test_sums(level, nasty, seed, numel, data):
     assert_same(*both(level, lambda: add_all([a, b, c])))
 
 
+@pytest.mark.few(8)
 @given(seed=seeds, numel=lengths, data=st.data())
 def test_some_of_the_entries(level, nasty, seed, numel, data):
     rng = np.random.default_rng(seed)
@@ -167,6 +172,7 @@ def test_indices_beyond_their_range(level, first, last, low, high):
         check_entries(SparseVector.empty(100), low, high)
 
 
+@pytest.mark.few(12)
 @given(seed=seeds, numel=lengths, of=st.integers(1, 9))
 def test_a_share(level, nasty, seed, numel, of):
     cut = entries(np.random.default_rng(seed), nasty, numel, numel * 2 // 3)
@@ -195,6 +201,7 @@ def test_of_two_nans_the_first_stays(level):
             assert bits(add(a, b).values).item() == 0x7FC00000 + first
 
 
+@pytest.mark.few(12)
 @given(seed=seeds, numel=lengths, divisor=st.sampled_from([1.0, 2.0, 3.0]))
 def test_putting_back(level, nasty, seed, numel, divisor):
     sparse = entries(np.random.default_rng(seed), nasty, numel, numel * 2 // 3)
@@ -203,6 +210,7 @@ def test_putting_back(level, nasty, seed, numel, divisor):
     assert_same(*both(level, sparse.to_dense))
 
 
+@pytest.mark.few(12)
 @given(
     seed=seeds,
     beyond=st.integers(0, 40),

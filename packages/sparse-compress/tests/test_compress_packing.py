@@ -53,6 +53,7 @@ def moved(x, offset):
         return torch.from_numpy(out)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 @given(seed=seeds, n=lengths, offset=st.integers(0, 3))
 def test_values(level, nasty, kind, seed, n, offset):
@@ -106,6 +107,7 @@ def outcome(packed, numel, count):
         return str(error)
 
 
+@pytest.mark.few(103)
 @pytest.mark.parametrize("values", VALUES)
 def test_messages_of_many_entries(level, nasty, values):
     rng = np.random.default_rng(0)

@@ -37,6 +37,7 @@ def assert_selects(sparse, x, k):
     assert torch.equal(sparse.values.signbit(), expected.signbit())
 
 
+@pytest.mark.few(8)
 @settings(max_examples=7 * settings.default.max_examples)
 @given(seed=seeds, n=st.integers(1, 2000), data=st.data())
 def test_small(nasty, seed, n, data):
@@ -60,6 +61,7 @@ def test_any_floats(elements, k):
     assert_selects(topk(x, k), x, k)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @settings(max_examples=settings.default.max_examples // 5)
 @given(seed=seeds, n=st.integers(1, 300) | st.integers(8_000, 200_000))

@@ -45,6 +45,7 @@ MOST_REGISTERS = {
 READ_LITTLE = {"pick_digit", "count_lines", "list_lines", "write_selected"}
 
 
+@pytest.mark.few(0)
 @needs_triton
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
 @needs_new_triton

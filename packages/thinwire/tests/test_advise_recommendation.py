@@ -68,6 +68,7 @@ def test_the_reason_says_which_rule_decided_and_what_came_next(changes, rule, sa
     assert (shown["algorithm"], shown["step_seconds"]) == (others[0].prediction.algorithm, others[0].seconds)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("taken", "busy"), [(0.0, False), (0.09, False), (0.5, True), (1.0, True)])
 def test_a_busy_machine_is_said(taken, busy):
     found = situation(taken=taken)
@@ -348,6 +349,7 @@ def test_the_models_of_text_are_told_of_where_others_were_trained_on_more_ranks(
     assert (taken["vit-digits"], taken["lstm-text"]) == (8, 2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("mbits", "said"),
     [

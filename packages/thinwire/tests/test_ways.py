@@ -72,6 +72,7 @@ def exchanged(optimizer):
     getattr(optimizer, "average", lambda: None)()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_bytes_are_those_that_a_training_sends(way, ranks):
@@ -95,6 +96,7 @@ def test_bytes_are_those_that_a_training_sends(way, ranks):
     assert told.nbytes * way.every == pytest.approx(counted, rel=rel, abs=16 * way.every + 50)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_rounds_cost_what_the_simulated_clock_says(way, ranks):
@@ -222,6 +224,7 @@ def loss_of(model, generator):
     return (model(x) - 2 * x[:, :40]).square().mean()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("optimizer", "name"), PLANS)
 def test_a_plan_does_what_it_says(optimizer, name):
     """Every way that may be advised: it learns, and at the end ranks have the same model."""
@@ -276,6 +279,7 @@ def test_a_plan_is_for_so_many_ranks():
     SimulatedWorld(2).run(body)
 
 
+@pytest.mark.few(0)
 def test_the_slowest_ranks_steps_count_for_all():
     def body(comm):
         model = model_of()
@@ -301,6 +305,7 @@ def one_process():
 IN_DDP = {"dense", "dense in bf16", "dense-int8", "powersgd rank=2", "powersgd rank=4"}
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if "teams" not in each.values[1]])
 def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimizer, name, one_process):
     plan, model = planned(optimizer, name), model_of()
