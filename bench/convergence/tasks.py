@@ -1,5 +1,7 @@
 """Models on real data: scikit-learn's digits and the text of Python's own help, which every machine has; Fashion-MNIST.
 
+That text is of the Python that runs: compare perplexities of one version only.
+
 Fashion-MNIST is read from FOLDER, where Debian's package `dataset-fashion-mnist` puts it.
 A task's batches depend on seed, rank and step alone, so that all exchanges see the same data. Models are trained on a
 GPU where there is one; all ranks then share it.
