@@ -2,11 +2,11 @@
 
 "check" is for every day; `pytest --hypothesis-profile whole` tries twice as many examples, "thorough" forty times as
 many, "quick" half of them, also where a test takes a share of `settings.default.max_examples`.
-Of the cases of a test with the mark `few(n)` only n are taken, without --whole, -k, or a name of a test.
+Of the cases of a test with the mark `few(n)` only n are taken, without --whole, -k, --lf, -m quick or a test's name.
 """
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out cases of tests marked few(n), alike in every run."""
-    if config.option.whole or config.option.keyword or any("::" in name for name in config.args):
+    options = config.option
+    asked = options.whole or options.keyword or options.markexpr == "quick" or getattr(options, "lf", False)
+    if asked or any("::" in name for name in config.args):
         return
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
@@ -44,18 +46,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set[pytest.Item]()
     for of in cases.values():
         (count,) = of[0].get_closest_marker("few").args  # type: ignore[union-attr]
-        left_out.update(set(of) - {of[place] for place in spread(len(of), count)})
+        left_out.update(set(of) - set(spread(of, count)))
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 
 
-def spread(size: int, count: int) -> list[int]:
-    """So many of the places below size, by the golden ratio: of a product of parameters no value is met too often."""
-    order = sorted(range(size), key=lambda place: place * 0.6180339887498949 % 1)
-    return order[:count]
+def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of the cases, each the one with most values of parameters that were met least so far."""
+    met, taken, left = Counter[tuple[str, int]](), list[pytest.Item](), list(cases)
+    given = {case: case.callspec.params.items() if hasattr(case, "callspec") else () for case in cases}
+    values = {case: [(name, id(value)) for name, value in of] for case, of in given.items()}  # cases share them
+    for _ in range(min(count, len(cases))):
+        best = min(left, key=lambda case: sum(met[value] for value in values[case]))
+        met.update(values[best])
+        taken.append(best)
+        left.remove(best)
+    return taken
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """-n auto: one more than cores, since real ranks that wait for time-outs leave theirs idle."""
-    return 1 + len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1 + (os.cpu_count() or 1)
+    """-n auto: twice as many as cores, since real ranks that wait for time-outs leave theirs idle."""
+    return 2 * (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

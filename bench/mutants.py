@@ -6,8 +6,9 @@
 A mutant is a comparison or an arithmetic operator exchanged for another one, `and` for `or`, two arguments for each
 other, or a statement left out; which ones is drawn. It is given to the tests that run its line, as many as take a
 minute together, the shortest first; which they are is measured once, with `coverage`. Each is tried in a process forked
-from one that has loaded torch. found_by: the first test that fails; "time" where they took too long; "" where none
-does. With --whole those that none finds are given to every case of the same tests, also of those marked few(n).
+from one that has loaded torch. found_by: the first test that fails, and does not without the mutant; "time" where they
+took too long; "" where none does, "not run by any" where no test runs the line. With --whole those that none finds are
+given to every case of the same tests, also of those marked few(n); "too many cases" where they took too long.
 Ranks that are processes of their own are not measured, so tests that start them count only where they run the line
 themselves too.
 """
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,10 +32,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hypothesis  # noqa: F401 - what every test needs is loaded before the fork
-import numpy  # noqa: F401
+import numpy  # noqa: F401 - what every test needs is loaded before the fork
 import pytest
 import torch  # noqa: F401
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from bench.record import ROOT, asked, parser_of, record
 
@@ -62,6 +64,9 @@ PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile", "qu
 SECONDS = 60.0
 """That the tests of a mutant take together without it; with it they may take `SLOWER` times as long."""
 SLOWER = 4
+NOT_RUN, MANY, NAMES = "not run by any", "too many cases", "no such test"
+FORKING = threading.Lock()
+"""Held while a child is made, or it would keep the end of another one's pipe open."""
 COLUMNS = ("path", "line", "was", "is", "found_by", "seconds")
 
 
@@ -110,12 +115,15 @@ def main(argv: Sequence[str] = ()) -> None:
         for number in range(cores):
             trees.put(_copied(Path(folder) / str(number)))
         covered = _covered(Path(folder) / "0", options.tests)
+        some = sorted(covered.seconds, key=covered.seconds.__getitem__)[:: max(1, len(covered.seconds) // 50)]
+        assert not (said := _failing(Path(folder) / "0", some)), f"without a mutant, too, there is {said}"
         rows = []
         for row in pool.map(lambda mutant: _tried(trees, mutant, covered.of(mutant), options.whole), drawn):
             rows.append(row)
             print(*(f"{row[name]}" for name in COLUMNS), sep="  ", flush=True)
-    found = sum(bool(row["found_by"]) for row in rows)
-    print(f"{found} of {len(rows)} found", flush=True)
+    missed = [row["found_by"] for row in rows if row["found_by"] in ("", NOT_RUN, MANY)]
+    found = len(rows) - len(missed)
+    print(f"{found} of {len(rows)} found; {missed.count(NOT_RUN)} of the others are not run by any test", flush=True)
     record(options, rows, labels=COLUMNS[:2], values=("seconds",), against="the same tests without a mutant")
 
 
@@ -176,8 +184,8 @@ def _sources(folders: Sequence[str]) -> list[str]:
 
 
 def _copied(tree: Path) -> Path:
-    """The files that git knows, and compiled kernels."""
-    left_out = (".git", ".venv*", "build", "__pycache__", ".*_cache", "runs", ".dev")
+    """The files of the checkout, and compiled kernels."""
+    left_out = (".git", ".venv*", "build", "__pycache__", ".*_cache", ".hypothesis", "runs", ".dev")
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*left_out))
     return tree
 
@@ -192,7 +200,18 @@ def _covered(tree: Path, tests: str) -> Covered:
     from coverage import CoverageData
 
     command = [sys.executable, "-m", "pytest", *PYTEST, "-m", tests, "--cov", "packages", "--cov-context", "test"]
-    command += ["--cov-report", "", "--durations", "0", "--durations-min", "0", "-n", str(os.cpu_count())]
+    command += [
+        "--cov-report",
+        "",
+        "--durations",
+        "0",
+        "--durations-min",
+        "0",
+        "-n",
+        str(os.cpu_count()),
+        "--dist",
+        "loadfile",
+    ]
     done = subprocess.run(command, cwd=tree, env=os.environ | _environment(tree), capture_output=True, text=True)
     assert not done.returncode, f"the tests fail as they are:\n{done.stdout[-2000:]}"
     seconds: dict[str, float] = {}
@@ -212,29 +231,44 @@ def _tried(trees: "queue.SimpleQueue[Path]", mutant: Mutant, tests: list[str], w
     tree = trees.get()
     path, began = tree / mutant.path, time.monotonic()
     source, times = path.read_bytes(), path.stat()
-    path.write_bytes(source[: mutant.begin] + mutant.text.encode() + source[mutant.end :])
     try:
-        found = _failing(tree, tests) if tests else ""
-        if whole and tests and not found:
-            of = dict.fromkeys(name.partition("[")[0] for name in tests)
-            said = _failing(tree, ["--whole", "--hypothesis-profile", "whole", *of])
-            found = "" if said == "time" else said
+        path.write_bytes(source[: mutant.begin] + mutant.text.encode() + source[mutant.end :])
+        try:
+            found = _found_by(tree, tests, whole)
+        finally:
+            path.write_bytes(source)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if found in tests and _failing(tree, [found]):
+            found = ""  # it fails without the mutant too
     finally:
-        path.write_bytes(source)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         trees.put(tree)
     was = " ".join(source[mutant.begin : mutant.end].decode().split())
     row = {"path": mutant.path, "line": mutant.line, "was": was, "is": " ".join(mutant.text.split())}
     return row | {"found_by": found, "tests": len(tests), "seconds": time.monotonic() - began}
 
 
+def _found_by(tree: Path, tests: list[str], whole: bool) -> str:
+    found = _failing(tree, tests) if tests else NOT_RUN
+    if found == NAMES:  # of the cases, which the mutant has changed
+        found = _failing(tree, _functions(tests))
+    if whole and not found:
+        found = _failing(tree, ["--whole", "--hypothesis-profile", "whole", *_functions(tests)])
+        return MANY if found == "time" else found
+    return found
+
+
+def _functions(tests: list[str]) -> list[str]:
+    return list(dict.fromkeys(name.partition("[")[0] for name in tests))
+
+
 def _failing(tree: Path, tests: list[str]) -> str:
     """The first test that fails, "" where all pass."""
     context = get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_judge, args=(there, tree, tests))
-    child.start()
-    there.close()
+    with FORKING:
+        here, there = context.Pipe(duplex=False)
+        child = context.Process(target=_judge, args=(there, tree, tests))
+        child.start()
+        there.close()
     try:
         return str(here.recv()) if here.poll(SLOWER * SECONDS) else "time"
     except EOFError:
@@ -242,6 +276,7 @@ def _failing(tree: Path, tests: list[str]) -> str:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid or 0, signal.SIGKILL)
+        child.kill()
         child.join()
 
 
@@ -266,9 +301,14 @@ def _judge(answer: Any, tree: Path, tests: list[str]) -> None:
     os.chdir(tree)
     sys.dont_write_bytecode = True
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    for name, module in list(sys.modules.items()):  # of the tree as it is, which benchmarks have imported
+        if str(ROOT / "packages") in (getattr(module, "__file__", None) or ""):
+            del sys.modules[name]
+    set_hypothesis_home_dir(tree / ".hypothesis")
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     first = _First()
-    code = pytest.main(["-x", *PYTEST, *tests], plugins=[first])
-    answer.send(first.failed or (f"exit {code}" if code else ""))
+    code = pytest.main(["-x", "--assert=plain", *PYTEST, *tests], plugins=[first])
+    unknown = code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
+    answer.send(first.failed or (NAMES if unknown else f"exit {code}" if code else ""))

@@ -46,7 +46,6 @@ def test_a_malformed_fragment_is_seen(name, text):
     assert complaint("+first.added.md", "`A` new thing.\n") is None
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("name", PACKAGES)
 def test_the_next_changelog_has_every_fragment(name):
     folder = PACKAGES[name].folder

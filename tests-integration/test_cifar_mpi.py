@@ -129,7 +129,6 @@ def demo(tmp_path_factory):
     return folder, subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.few(0)
 def test_the_demo_starts_its_own_workers_and_shows_a_table_and_a_plot(demo):
     folder, launch = demo
     assert launch.returncode == 0, launch.stderr

@@ -22,7 +22,6 @@ APPS = {app.module: app for app in (CIFAR, DEEPSPEECH, TEXT)}
 VALUES = ("0", "1", "2", "3", "0.05", "0.3", "1.5", "auto", "dgc:3", "0.5x", "fixed:0=0.1", "none")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("app", APPS.values(), ids=APPS)
 def test_the_config_of_every_run_gives_it_again(app: App, tmp_path: Path) -> None:
     drawn = random.Random(app.module)

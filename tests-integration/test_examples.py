@@ -91,7 +91,6 @@ def test_a_rank_is_killed_and_another_one_joins(forked, tmp_path):
     assert "exit statuses [0, -9, 0, 0]" in said
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "lines", "least"),
     [("own_compressor.py", 9, 20), ("own_dense_compressor.py", 2, 80), ("sparse_vectors.py", 9, None)],

@@ -53,7 +53,6 @@ def test_every_member_is_known():
     } <= set(SOURCES)
 
 
-@pytest.mark.few(11)
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_arrows(name):
     siblings = (set(ALLOWED) | {"bench"}) - ALLOWED[name] - {name}
@@ -117,7 +116,6 @@ def circle_in(graph):
     return next(filter(None, (visit(module, []) for module in sorted(graph))), [])
 
 
-@pytest.mark.few(9)
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_no_circles(name):
     """Also not one that is hidden in a function or under TYPE_CHECKING: its modules could not be read one by one."""

@@ -35,12 +35,11 @@ THREE = (
 FOUR = ("gloo:hsdp_cases", "gloo:twice_cases")  # two nodes of two
 SELDOM = {
     *(f"mpi-{size}:{module}" for size in (1, 2) for module in ("dense_cases", "sparse_cases")),
-    *("mpi-3:sparse_cases", "mpi-3:local_cases", "mpi-4:dense_cases", "mpi-4:FAILURES", "untagged-3:untagged_cases"),
+    *("mpi-3:sparse_cases", "mpi-3:local_cases", "mpi-4:dense_cases", "mpi-4:FAILURES", "untagged-3:LAWS"),
     *(
         "gloo-2:dense_cases",
         "gloo-2:sparse_cases",
-        "gloo-2:digits_cases",
-        "gloo-3:partial_cases",
+        "gloo-3:partial_cases.LAWS",
         "gloo-3:ddp_learning",
     ),
 }
@@ -93,7 +92,7 @@ def cases(kind):
             ranks = ranks_of(launch, item)
             for case in getattr(import_module(module), kind, ()) if kind == "LAWS" or ranks > 1 else ():
                 at = f"{world.removesuffix(f'-{ranks}')}-{ranks}"
-                marked = marks(name, module, case, {f"{at}:{module}", f"{at}:{kind}"} & SELDOM)
+                marked = marks(name, module, case, {f"{at}:{module}", f"{at}:{kind}", f"{at}:{module}.{kind}"} & SELDOM)
                 yield pytest.param(name, item, case, id=f"{at}-{module}-{case.__name__}", marks=marked)
 
 

@@ -46,7 +46,6 @@ def test_the_page_is_what_the_generator_makes_of_the_records(records, path):
     assert path.read_text() == rendered(WHOLE[path], records), "run `hatch run results`"
 
 
-@pytest.mark.few(43)
 @pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_marked_block_is_what_the_records_make(records, path):
     text = path.read_text()

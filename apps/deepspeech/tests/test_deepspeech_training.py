@@ -267,7 +267,6 @@ def test_words_are_within_their_file(data, options):
         assert all(0 <= word.start < word.end <= 0.8 + 0.04 for word in found)
 
 
-@pytest.mark.few(0)
 @pytest.mark.mpi
 def test_it_starts_its_own_workers_and_torchrun_starts_it(data, tmp_path):
     flags = ["-m", "deepspeech", *TINY.split(), f"--data-dir={data}", "--max-epochs=1", "--warmup-epochs=0"]

@@ -93,7 +93,6 @@ def test_without_overlap_a_step_is_the_sum_of_its_parts(capsys):
         assert p["step_seconds"] == pytest.approx(0.5 + parts - hidden)
 
 
-@pytest.mark.few(0)
 def test_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "speedup.png"

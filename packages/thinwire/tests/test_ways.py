@@ -279,7 +279,6 @@ def test_a_plan_is_for_so_many_ranks():
     SimulatedWorld(2).run(body)
 
 
-@pytest.mark.few(0)
 def test_the_slowest_ranks_steps_count_for_all():
     def body(comm):
         model = model_of()
