@@ -296,7 +296,7 @@ def record_of(*places):
     same = {"optimizer": "sgd", "algorithm": "gtopk", "density": 0.01, "wire": "fp32", "seeds": 1, "steps": 100}
     names, ways = ("ranks", "task", "behind", "steps"), ({**same, "sends": sends} for sends in ("updates", "gradients"))
     found = [{**way, **dict(zip(names, place, strict=False))} for way in ways for place in places]
-    return lambda: found
+    return lambda: accuracy.by_exchange(found)
 
 
 def test_of_a_tasks_trainings_the_longest_counts(monkeypatch):

@@ -188,11 +188,11 @@ def test_what_is_known_of_one_task_alone_is_not_advised_unasked(monkeypatch):
     def record(tasks):
         same = {"optimizer": "adamw", "wire": "fp32", "ranks": 3, "seeds": 5, "steps": 100, "sends": "gradients"}
         ways = ("sparseloco sync_every=5", 0.021, tasks), ("powersgd rank=4", 1.0, ("vit", "text"))
-        return [
+        return accuracy.by_exchange(
             {**same, "algorithm": algorithm, "density": density, "behind": 0.2, "task": task}
             for algorithm, density, of in ways
             for task in of
-        ]
+        )
 
     found = []
     for tasks in (("text",), ("text", "vit")):

@@ -5,12 +5,15 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from sparse_compress import WarmUp
 
+Row = dict[str, Any]
+EXCHANGE = ("optimizer", "algorithm", "density", "wire", "sends")
 MOST_BEHIND = 1.0
 """Points of accuracy, of text percent of perplexity: what is known to lose more is not advised unasked."""
 
@@ -38,11 +41,9 @@ def known(
     near, because most tasks lose more on more ranks. Of the trainings on that many ranks it uses the longest: residuals
     wait as many steps in a short training, which is a larger share of it.
     """
-    asked = {"optimizer": optimizer, "algorithm": algorithm, "density": density, "wire": wire, "sends": sends}
-    by_task: dict[str, list[dict[str, Any]]] = {}
-    for row in _record():
-        if asked.items() <= row.items():
-            by_task.setdefault(row["task"], []).append(row)
+    by_task: dict[str, list[Row]] = {}
+    for row in _record().get((optimizer, algorithm, density, wire, sends), []):
+        by_task.setdefault(row["task"], []).append(row)
     if not by_task:
         return None
     taken = [
@@ -80,7 +81,14 @@ def shares(density: float, steps: int = 1000) -> dict[float, float]:
     return {each: count / steps for each, count in sent.items()}
 
 
+def by_exchange(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by what they have in `EXCHANGE`."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in EXCHANGE), []).append(row)
+    return found
+
+
 @cache
-def _record() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(files(__package__).joinpath("accuracy.json").read_text())["rows"]
-    return rows
+def _record() -> dict[tuple[Any, ...], list[Row]]:
+    return by_exchange(json.loads(files(__package__).joinpath("accuracy.json").read_text())["rows"])
