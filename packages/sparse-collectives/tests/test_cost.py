@@ -14,6 +14,7 @@ from sparse_collectives.prediction.cost import (
     predict_all,
     ranks_of_interest,
     step_seconds,
+    with_whole,
 )
 from sparse_compress import topk, wire_nbytes
 
@@ -190,3 +191,16 @@ def test_overlap_hides_what_backward_covers_but_never_the_last_bucket():
     assert step_seconds(prediction, compute=10.0, backward=6.0) == 12.0
     assert step_seconds(prediction, compute=10.0, backward=7.5) == 12.0
     assert step_seconds(prediction, compute=10.0, backward=1.0) == 17.0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_what_is_summed_whole_beside_a_selection_costs_what_a_dense_sum_of_it_does(size):
+    count = 840
+    sparse = predict("gtopk", size=size, numel=100_000, k=1000, link=BANDWIDTH)
+    dense = predict("dense", size=size, numel=count, k=count, link=BANDWIDTH)
+    both = with_whole(sparse, count, size=size, link=BANDWIDTH)
+    for name in ("nbytes", "rounds", "latency", "transfer"):
+        assert getattr(both, name) == pytest.approx(getattr(sparse, name) + getattr(dense, name)), name
+    assert with_whole(sparse, 0, size=size, link=BANDWIDTH) == sparse
+    assert with_whole(dense, count, size=size, link=BANDWIDTH) == dense
