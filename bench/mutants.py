@@ -114,7 +114,7 @@ def main(argv: Sequence[str] = ()) -> None:
         trees = queue.SimpleQueue[Path]()
         for number in range(cores):
             trees.put(_copied(Path(folder) / str(number)))
-        covered = _covered(Path(folder) / "0", options.tests)
+        covered = _covered(Path(folder) / "0", options.tests, options.under)
         some = sorted(covered.seconds, key=covered.seconds.__getitem__)[:: max(1, len(covered.seconds) // 50)]
         assert not (said := _failing(Path(folder) / "0", some)), f"without a mutant, too, there is {said}"
         rows = []
@@ -195,11 +195,12 @@ def _environment(tree: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(tree), *sources]), "OMP_NUM_THREADS": "1"}
 
 
-def _covered(tree: Path, tests: str) -> Covered:
-    """Runs the tests once."""
+def _covered(tree: Path, tests: str, under: Sequence[str]) -> Covered:
+    """Runs the tests once, and watches the files under these folders."""
     from coverage import CoverageData
 
-    command = [sys.executable, "-m", "pytest", *PYTEST, "-m", tests, "--cov", "packages", "--cov-context", "test"]
+    command = [sys.executable, "-m", "pytest", *PYTEST, "-m", tests, "--cov-context", "test"]
+    command += [f"--cov={folder}" for folder in under]
     command += [
         "--cov-report",
         "",
@@ -302,7 +303,7 @@ def _judge(answer: Any, tree: Path, tests: list[str]) -> None:
     sys.dont_write_bytecode = True
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
     for name, module in list(sys.modules.items()):  # of the tree as it is, which benchmarks have imported
-        if str(ROOT / "packages") in (getattr(module, "__file__", None) or ""):
+        if (getattr(module, "__file__", None) or "").startswith((str(ROOT / "packages"), str(ROOT / "apps"))):
             del sys.modules[name]
     set_hypothesis_home_dir(tree / ".hypothesis")
     with Path(os.devnull).open("w") as nowhere:

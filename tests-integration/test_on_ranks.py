@@ -36,12 +36,7 @@ FOUR = ("gloo:hsdp_cases", "gloo:twice_cases")  # two nodes of two
 SELDOM = {
     *(f"mpi-{size}:{module}" for size in (1, 2) for module in ("dense_cases", "sparse_cases")),
     *("mpi-3:sparse_cases", "mpi-3:local_cases", "mpi-4:dense_cases", "mpi-4:FAILURES", "untagged-3:LAWS"),
-    *(
-        "gloo-2:dense_cases",
-        "gloo-2:sparse_cases",
-        "gloo-3:partial_cases.LAWS",
-        "gloo-3:ddp_learning",
-    ),
+    *("gloo-2:dense_cases", "gloo-2:sparse_cases", "gloo-3:partial_cases.LAWS", "gloo-3:ddp_learning"),
 }
 """What others take too, or what takes long: only with --whole, as the cases that a module names SELDOM."""
 PRETEND = ("pretend-gloo:device_cases", "pretend-untagged:device_cases")
@@ -107,10 +102,8 @@ def outcomes(mpiexec, processes, tmp_path_factory, request):
             asked[params["launch"]][params["item"]].append(params["case"].__name__)
 
     def launch(name):
-        size, items = (
-            LAUNCHES[name].size,
-            [f"{item}={','.join(asked[name][item])}" for item in LAUNCHES[name].items if item in asked[name]],
-        )
+        size, given = LAUNCHES[name].size, asked[name]
+        items = [f"{item}={','.join(given[item])}" for item in LAUNCHES[name].items if item in given]
         report, by_mpi = folder / f"{name}.json", partial(mpiexec, interpreters=True)
         done = (by_mpi if name.startswith("mpi") else processes)(size, SCRIPT, report, *items, timeout=280)
         for rank in done if isinstance(done, list) else [done]:
