@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class Package:
 
     folder: Path
 
-    @property
+    @cached_property
     def project(self) -> dict[str, Any]:
         """Its `[project]` table."""
         table: dict[str, Any] = tomllib.loads((self.folder / "pyproject.toml").read_text())["project"]

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from data_parallel import SparseHookState, sparse_hook
 from data_parallel.schemes.table import COMPRESSORS
 from ddp_cases import SHAPES, Run, gradients_of
-from sklearn.datasets import load_digits
 from sparse_collectives import ALGORITHMS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -197,6 +196,8 @@ def without_hooks_on_the_parameters():
 
 def accuracy(epochs, backwards=3):
     """Of gtopk on digits, with so many synchronised backwards a step and momentum 0.9 before the selection."""
+    from sklearn.datasets import load_digits  # a second for every rank of every other case
+
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]

@@ -184,9 +184,13 @@ class _Hook:
 
     def __init__(self, owner: FollowedModule | None = None, call: Callable[..., None] | None = None) -> None:
         self._owner, self._call = None if owner is None else weakref.ref(owner), call
+        # Not as a decorator: torch imports its compiler for that, a second for whoever only imports this package.
+        self._uncompiled = torch.compiler.disable(self._now)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *given: Any) -> None:
+        self._uncompiled(*given)
+
+    def _now(self, *given: Any) -> None:
         owner = None if self._owner is None else self._owner()
         if owner is not None and self._call is not None:
             self._call(owner, *given)
