@@ -1,14 +1,17 @@
-"""Mutants: how many of small faults, put into the packages one at a time, do the tests of `hatch run quick` find?
+"""Mutants: how many of small faults, put into the packages one at a time, do `hatch run quick` and `check` find?
 
-    python -m bench mutants [--count N] [--seed N] [--under FOLDER ...] [--tests EXPRESSION] [--whole] [--full]
-                            [--output DIR]
+    python -m bench mutants [--count N] [--seed N] [--under FOLDER ...] [--quick] [--whole] [--full] [--output DIR]
 
 A mutant is a comparison or an arithmetic operator exchanged for another one, `and` for `or`, two arguments for each
-other, or a statement left out; which ones is drawn. It is given to the tests that run its line, as many as take a
-minute together, the shortest first; which they are is measured once, with `coverage`. Each is tried in a process forked
-from one that has loaded torch. found_by: the first test that fails, and does not without the mutant; "time" where they
-took too long; "" where none does, "not run by any" where no test runs the line. With --whole those that none finds are
-given to every case of the same tests, also of those marked few(n); "too many cases" where they took too long.
+other, or a statement left out; which ones is drawn. It is given to the quick tests that run its line, and where they do
+not find it to all tests of `check` that do, as many as take half a minute together, the shortest first; which they are
+is measured once, with `coverage`. Each is tried in a process forked from one that has loaded torch. With --quick no
+other tests try it; with --whole those that none finds are given to every case of the same tests, also of those marked
+few(n).
+
+found_by: the first test that fails, and does not without the mutant; "time" where they took too long; "" where none
+does, "not run by any" where no test runs the line, "too many cases" where --whole took too long.
+stage: whose test it is, quick, check or whole.
 Ranks that are processes of their own are not measured, so tests that start them count only where they run the line
 themselves too.
 """
@@ -60,14 +63,16 @@ OPERATORS: dict[type[ast.AST], str] = {
     ast.Or: "and",
 }
 LEFT_OUT = ("version.py", "testing.py")
-PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile", "quick")
-SECONDS = 60.0
+PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile")
+STAGES = {"quick": "quick", "check": "not gpu and not mpi"}
+"""Of pytest's -m, by what runs these tests, and the name of hypothesis' profile. MPI's ranks are other processes."""
+SECONDS = 30.0
 """That the tests of a mutant take together without it; with it they may take `SLOWER` times as long."""
 SLOWER = 4
 NOT_RUN, MANY, NAMES = "not run by any", "too many cases", "no such test"
 FORKING = threading.Lock()
 """Held while a child is made, or it would keep the end of another one's pipe open."""
-COLUMNS = ("path", "line", "was", "is", "found_by", "seconds")
+COLUMNS = ("path", "line", "was", "is", "stage", "found_by", "seconds")
 
 
 class Mutant(NamedTuple):
@@ -87,7 +92,7 @@ class Covered(NamedTuple):
     seconds: dict[str, float]
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Those that run its line, or any of the file where only importing runs that; the shortest, for a minute."""
+        """Those that run its line, or any of the file where only importing runs that; the shortest, for `SECONDS`."""
         lines, taken, found = self.tests.get(mutant.path, {}), 0.0, []
         names = lines.get(mutant.line) or set[str]().union(*lines.values())
         for name in sorted(names, key=lambda name: (self.seconds.get(name, 0.0), name)):
@@ -100,12 +105,12 @@ class Covered(NamedTuple):
 
 def main(argv: Sequence[str] = ()) -> None:
     """Draws mutants and tries them, as many at a time as there are cores."""
-    parser = parser_of("mutants", __doc__, full="300 mutants: half an hour")
+    parser = parser_of("mutants", __doc__, full="300 mutants: an hour")
     parser.add_argument("--count", type=int, help="default 10; full 300")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--under", nargs="+", metavar="FOLDER", default=["packages"])
     parser.add_argument("--whole", action="store_true", help="give survivors to every case of the same tests")
-    parser.add_argument("--tests", default="quick", metavar="EXPRESSION", help="of pytest's -m: which tests try them")
+    parser.add_argument("--quick", action="store_true", help="give them to quick tests only")
     options = asked(parser, argv, count=(10, 300))
     everything = [mutant for path in _sources(options.under) for mutant in mutants_of(path, (ROOT / path).read_bytes())]
     drawn = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
@@ -114,16 +119,19 @@ def main(argv: Sequence[str] = ()) -> None:
         trees = queue.SimpleQueue[Path]()
         for number in range(cores):
             trees.put(_copied(Path(folder) / str(number)))
-        covered = _covered(Path(folder) / "0", options.tests, options.under)
-        some = sorted(covered.seconds, key=covered.seconds.__getitem__)[:: max(1, len(covered.seconds) // 50)]
-        assert not (said := _failing(Path(folder) / "0", some)), f"without a mutant, too, there is {said}"
+        stages = {
+            stage: _covered(Path(folder) / "0", stage, options.under) for stage in list(STAGES)[: 2 - options.quick]
+        }
+        for stage, covered in stages.items():
+            some = sorted(covered.seconds, key=covered.seconds.__getitem__)[:: max(1, len(covered.seconds) // 50)]
+            assert not (said := _failing(Path(folder) / "0", stage, some)), f"without a mutant, too, there is {said}"
         rows = []
-        for row in pool.map(lambda mutant: _tried(trees, mutant, covered.of(mutant), options.whole), drawn):
+        for row in pool.map(lambda mutant: _tried(trees, mutant, stages, options.whole), drawn):
             rows.append(row)
             print(*(f"{row[name]}" for name in COLUMNS), sep="  ", flush=True)
-    missed = [row["found_by"] for row in rows if row["found_by"] in ("", NOT_RUN, MANY)]
-    found = len(rows) - len(missed)
-    print(f"{found} of {len(rows)} found; {missed.count(NOT_RUN)} of the others are not run by any test", flush=True)
+    for stage in (*stages, *(["whole"] if options.whole else [])):
+        print(f"{sum(row['stage'] == stage for row in rows)} of {len(rows)} found by {stage}", flush=True)
+    print(f"{sum(row['found_by'] == NOT_RUN for row in rows)} not run by any test", flush=True)
     record(options, rows, labels=COLUMNS[:2], values=("seconds",), against="the same tests without a mutant")
 
 
@@ -195,24 +203,14 @@ def _environment(tree: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(tree), *sources]), "OMP_NUM_THREADS": "1"}
 
 
-def _covered(tree: Path, tests: str, under: Sequence[str]) -> Covered:
-    """Runs the tests once, and watches the files under these folders."""
+def _covered(tree: Path, stage: str, under: Sequence[str]) -> Covered:
+    """Runs the tests of a stage once, and watches the files under these folders."""
     from coverage import CoverageData
 
-    command = [sys.executable, "-m", "pytest", *PYTEST, "-m", tests, "--cov-context", "test"]
+    command = [sys.executable, "-m", "pytest", *PYTEST, stage, "-m", STAGES[stage], "--cov-context", "test"]
     command += [f"--cov={folder}" for folder in under]
-    command += [
-        "--cov-report",
-        "",
-        "--durations",
-        "0",
-        "--durations-min",
-        "0",
-        "-n",
-        str(os.cpu_count()),
-        "--dist",
-        "loadfile",
-    ]
+    command += ["--cov-report", "", "--durations", "0", "--durations-min", "0"]
+    command += ["-n", str(os.cpu_count()), "--dist", "loadfile"]
     done = subprocess.run(command, cwd=tree, env=os.environ | _environment(tree), capture_output=True, text=True)
     assert not done.returncode, f"the tests fail as they are:\n{done.stdout[-2000:]}"
     seconds: dict[str, float] = {}
@@ -228,46 +226,50 @@ def _covered(tree: Path, tests: str, under: Sequence[str]) -> Covered:
     return Covered(found, seconds)
 
 
-def _tried(trees: "queue.SimpleQueue[Path]", mutant: Mutant, tests: list[str], whole: bool) -> dict[str, Any]:
+def _tried(trees: "queue.SimpleQueue[Path]", mutant: Mutant, stages: dict[str, Covered], whole: bool) -> dict[str, Any]:
     tree = trees.get()
     path, began = tree / mutant.path, time.monotonic()
     source, times = path.read_bytes(), path.stat()
+    tests = {stage: covered.of(mutant) for stage, covered in stages.items()}
+    stage, found = "", ""
     try:
-        path.write_bytes(source[: mutant.begin] + mutant.text.encode() + source[mutant.end :])
-        try:
-            found = _found_by(tree, tests, whole)
-        finally:
-            path.write_bytes(source)
-            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        if found in tests and _failing(tree, [found]):
-            found = ""  # it fails without the mutant too
+        for stage in (*tests, *(["whole"] if whole else [])):
+            path.write_bytes(source[: mutant.begin] + mutant.text.encode() + source[mutant.end :])
+            try:
+                found = _found_by(tree, stage, tests.get(stage) or _functions(list(tests.values())[-1]))
+            finally:
+                path.write_bytes(source)
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if "::" in found and _failing(tree, stage, [found]):
+                found = ""  # it fails without the mutant too
+            if found not in ("", NOT_RUN, MANY):
+                break
+        else:
+            stage = ""
     finally:
         trees.put(tree)
     was = " ".join(source[mutant.begin : mutant.end].decode().split())
     row = {"path": mutant.path, "line": mutant.line, "was": was, "is": " ".join(mutant.text.split())}
-    return row | {"found_by": found, "tests": len(tests), "seconds": time.monotonic() - began}
+    return row | {"stage": stage, "found_by": found, "seconds": time.monotonic() - began}
 
 
-def _found_by(tree: Path, tests: list[str], whole: bool) -> str:
-    found = _failing(tree, tests) if tests else NOT_RUN
+def _found_by(tree: Path, stage: str, tests: list[str]) -> str:
+    found = _failing(tree, stage, tests) if tests else NOT_RUN
     if found == NAMES:  # of the cases, which the mutant has changed
-        found = _failing(tree, _functions(tests))
-    if whole and not found:
-        found = _failing(tree, ["--whole", "--hypothesis-profile", "whole", *_functions(tests)])
-        return MANY if found == "time" else found
-    return found
+        found = _failing(tree, stage, _functions(tests))
+    return MANY if stage == "whole" and found == "time" else found
 
 
 def _functions(tests: list[str]) -> list[str]:
     return list(dict.fromkeys(name.partition("[")[0] for name in tests))
 
 
-def _failing(tree: Path, tests: list[str]) -> str:
+def _failing(tree: Path, stage: str, tests: list[str]) -> str:
     """The first test that fails, "" where all pass."""
     context = get_context("fork")
     with FORKING:
         here, there = context.Pipe(duplex=False)
-        child = context.Process(target=_judge, args=(there, tree, tests))
+        child = context.Process(target=_judge, args=(there, tree, stage, tests))
         child.start()
         there.close()
     try:
@@ -295,7 +297,7 @@ class _First:
             self.failed = report.nodeid or "importing"
 
 
-def _judge(answer: Any, tree: Path, tests: list[str]) -> None:
+def _judge(answer: Any, tree: Path, stage: str, tests: list[str]) -> None:
     """In a process of its own: runs the tests until one fails."""
     os.setpgid(0, 0)
     os.environ.update(_environment(tree) | {"PYTHONDONTWRITEBYTECODE": "1"})
@@ -310,6 +312,7 @@ def _judge(answer: Any, tree: Path, tests: list[str]) -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     first = _First()
-    code = pytest.main(["-x", "--assert=plain", *PYTEST, *tests], plugins=[first])
+    cases = ["--whole"] if stage == "whole" else []
+    code = pytest.main(["-x", "--assert=plain", *PYTEST, stage, *cases, *tests], plugins=[first])
     unknown = code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
     answer.send(first.failed or (NAMES if unknown else f"exit {code}" if code else ""))
