@@ -185,7 +185,7 @@ class _Hook:
     def __init__(self, owner: FollowedModule | None = None, call: Callable[..., None] | None = None) -> None:
         self._owner, self._call = None if owner is None else weakref.ref(owner), call
         # Not as a decorator: torch imports its compiler for that, a second for whoever only imports this package.
-        self._uncompiled = torch.compiler.disable(self._now)
+        self._uncompiled = torch.compiler.disable(self._now)  # type: ignore[no-untyped-call]
 
     def __call__(self, *given: Any) -> None:
         self._uncompiled(*given)
