@@ -137,7 +137,7 @@ def _difference(name: str, dense: Summary, sparse: Summary) -> str:
     within = "within" if abs(points) <= error else "more than"
     return (
         f"{name} is {abs(points):.1f} points {'below' if points < 0 else 'above'} dense, {within} ± {error:.1f}, the "
-        f"standard error that {dense.images} test images leave; seeds differ as much (README)."
+        f"standard error that {dense.images} test images leave; seeds differ as much."
     )
 
 

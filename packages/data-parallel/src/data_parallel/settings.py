@@ -53,7 +53,8 @@ class ExchangeSettings(TypedDict, total=False):
             part is lost, and the model learns badly. With `momentum`, double the learning rate: momentum is cleared
             where entries are sent, and clipped gradients do not grow to make up for that.
         dense_below: Tensors of fewer elements, such as biases and norms, are summed dense in the same call, beside the
-            selection from the others, which alone `density` refers to; their momentum is plain. 0, the default: none.
+            selection from the others; `density` is a share of all elements. Their momentum is plain. 0, the default:
+            none.
         verify: Number of steps between comparisons of a hash of the parameters across ranks. A difference is a
             CollectiveError on every rank that says who and where; None, the default: never. Unless it is 0, the ranks
             of an optimizer also compare a hash of the parameters in the first exchange, and the groups' settings, such
@@ -193,7 +194,7 @@ class Settings:
 def refuse_elastic(owner: str, group: Any, why: str) -> None:
     """Raises TypeError where a group's ranks may come and go, which the owner cannot follow."""
     if getattr(group, "elastic", False):
-        raise TypeError(f"{owner} was given an Elastic, but {why}: see docs/guides/elastic.md")
+        raise TypeError(f"{owner} was given an Elastic, but {why}: see the guide on elastic training")
 
 
 def check_count(name: str, value: Any, unit: str, *, least: int = 1) -> int | None:

@@ -1,7 +1,7 @@
 """The parser of the command line that all apps share: every flag, in groups that `--help` shows."""
 
 import re
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
@@ -160,6 +160,9 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     _add_own(parser, table, app.defaults)
     _add(of_the_app or parser, app.flags)
     parser.set_defaults(**{name: value for name, value in app.defaults.items() if name not in own})
+    for action in parser._actions:
+        if action.dest in app.ignores:
+            action.help = SUPPRESS
     return parser
 
 

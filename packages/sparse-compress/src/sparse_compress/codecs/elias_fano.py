@@ -2,7 +2,7 @@
 
 Elias–Fano (Elias, 1974; Fano, 1971): of every index the l = ⌊log₂(n/k)⌋ low bits are stored as they are; the rest,
 the bucket index >> l, is stored as the differences between neighbours in unary: bit (index >> l) + j is set for the
-j-th index. That is k·l + k + (n − 1 >> l) bits, at most 0.6 bits an entry above the entropy bound when n ≫ k,
+j-th index. That is k·l + k + (n − 1 >> l) bits, within 0.56 bits an entry of the entropy bound when n ≫ k ≫ 1,
 and, unlike deltas of a fitted width, the same number for all indices: no round of sizes has to go first.
 
 Low bits are stored in planes, bit 0 of all indices first, each filled up to whole bytes; then the unary part.

@@ -106,8 +106,8 @@ class WarmUp:
     def recommended(cls, density: float, steps: int) -> WarmUp:
         """Warm-up of a training of so many steps: dense in the first tenth; below 1 %, the paper's for the first fifth.
 
-        Measured by `python -m bench convergence`: below 1 % models learn better so than by dense steps, and it sends
-        less.
+        Measured by `python -m bench convergence`: below 1 % most models learn better so than by dense steps, and it
+        sends less.
 
         Args:
             density: Final share.

@@ -116,7 +116,7 @@ def _unequal(situation: Situation) -> str | None:
         "Where models are averaged in full precision (DiLoCo, LocalSGD), shares=shares_by_rate(measure_paths(None)."
         f"slower), both of communicators, lets a mean take {prediction.milliseconds(by_rate)} ms instead of "
         f"{prediction.milliseconds(equal)}.\n"
-        "Who waits for slow ranks need not: DiLoCo and StreamingDiLoCo by rounds, docs/guides/slow-links.md."
+        "Who waits for slow ranks need not: DiLoCo and StreamingDiLoCo by rounds (guide on slow links)."
     )
 
 
