@@ -103,7 +103,7 @@ class Plan:
         """Does what it says; collective over the ranks. Returns the model as it was given, and the optimizer to step.
 
         In a DDP module its hook is registered, where the way has one. The training loop stays as it is, but for ways
-        that average models: `optimizer.average()` after each step, as the text says.
+        that average models: `optimizer.average()` after each step, `finish()` at the end, as the text says.
 
         Args:
             model: The module, or DDP of it.
