@@ -3,8 +3,8 @@
     pip install "ray[train]" scikit-learn
     python examples/ray/elastic.py
 
-A TorchTrainer restarts all of its workers when one dies. Of tasks Ray starts the one anew, and it joins the others, who
-have gone on meanwhile. The lines that make it elastic are marked.
+When a worker of a TorchTrainer dies, all end, and begin anew if its FailureConfig allows failures. Of tasks Ray starts
+the one anew, and it joins the others, who have gone on meanwhile. The lines that make it elastic are marked.
 """
 
 import os

@@ -158,7 +158,7 @@ def _refuse_another_mpi(mpi: Any) -> None:
             raise RuntimeError(
                 f"{_LAUNCHERS[variable]} started {size} ranks ({variable}), but mpi4py, with {library}, finds one: the "
                 "launcher is of another MPI; start them by that MPI's own mpiexec, or with srun by the --mpi= that it "
-                "speaks, or install mpi4py for the launcher's MPI"
+                "speaks, or by torchrun, or install mpi4py for the launcher's MPI"
             )
 
 
