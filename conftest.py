@@ -2,7 +2,7 @@
 
 "check" is for every day; `pytest --hypothesis-profile whole` tries twice as many examples, "thorough" forty times as
 many, "quick" half of them, also where a test takes a share of `settings.default.max_examples`.
-Of the cases of a test with the mark `few(n)` only n are taken, without --whole, -k, --lf, -m quick or a test's name.
+Of the cases of a test with the mark `few(n)` only n are taken, without --whole, -k, --lf or a test's name.
 """
 
 import os
@@ -20,9 +20,13 @@ settings.register_profile("thorough", max_examples=400, **COMMON)
 settings.load_profile("check")
 
 
+QUICK = "quick and not slow"
+"""Of `hatch run quick`: what -m it gives."""
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Spares `-m quick` the files that choose no such mark: to import them all takes longer than their tests."""
-    if config.option.markexpr == "quick" and collection_path.suffix == ".py":
+    """Spares `hatch run quick` the files that choose no such mark: to import them all takes longer than their tests."""
+    if config.option.markexpr == QUICK and collection_path.suffix == ".py":
         return "mark.quick" not in collection_path.read_text() or None
     return None
 
@@ -36,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out cases of tests marked few(n), alike in every run."""
     options = config.option
-    asked = options.whole or options.keyword or options.markexpr == "quick" or getattr(options, "lf", False)
+    asked = options.whole or options.keyword or getattr(options, "lf", False)
     if asked or any("::" in name for name in config.args):
         return
     cases = defaultdict[str, list[pytest.Item]](list)

@@ -64,7 +64,7 @@ OPERATORS: dict[type[ast.AST], str] = {
 }
 LEFT_OUT = ("version.py", "testing.py")
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile")
-STAGES = {"quick": "quick", "check": "not gpu and not mpi"}
+STAGES = {"quick": "quick and not slow", "check": "not gpu and not mpi"}
 """Of pytest's -m, by what runs these tests, and the name of hypothesis' profile. MPI's ranks are other processes."""
 SECONDS = 30.0
 """That the tests of a mutant take together without it; with it they may take `SLOWER` times as long."""

@@ -47,6 +47,7 @@ def shown():
     yield from about_ranks(by_torch, {"error": "EADDRINUSE, message: address already in use"}, place)
 
 
+@pytest.mark.quick
 def test_the_page_shows_what_the_command_prints():
     page = (ROOT / "docs" / "packages" / "thinwire.md").read_text()
     lines = re.findall(r"^(?:ok  |note|FAULT) .*", page, re.MULTILINE)
@@ -74,6 +75,7 @@ def check(done, takes):
     assert "not done within" not in done.stdout
 
 
+@pytest.mark.quick
 def test_every_package_of_the_tree_is_asked_for():
     assert set(PACKAGES) == {name for name, package in packages().items() if package.folder.parent.name == "packages"}
 
@@ -117,6 +119,7 @@ def test_a_port_that_another_program_has(forked):
     assert "rank 1: FAULT 2 ranks were started (WORLD_SIZE), and rank 1 does not meet them (not done " in second.stderr
 
 
+@pytest.mark.quick
 def test_a_rank_that_does_not_come(forked, free_port):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0"}
     begin = time.monotonic()

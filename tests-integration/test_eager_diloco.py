@@ -15,6 +15,8 @@ from local_sgd import DiLoCo
 from partial_collectives import PartialAllreduce
 from replicas import refuse_unlike
 
+pytestmark = pytest.mark.quick
+
 PATH = Path(__file__).parent.parent / "examples" / "eager_diloco.py"
 PLAIN = partial(torch.optim.SGD, lr=1.0)
 
@@ -282,6 +284,7 @@ def test_nan_and_a_rank_that_gives_up_are_named_on_all():
     assert [said[0], said[2]] == ["rank 1 gave up its partial allreduce: ZeroDivisionError: mine"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.few(0)
 def test_the_example_learns():
     spec = importlib.util.spec_from_file_location("eager_diloco", PATH)

@@ -138,6 +138,7 @@ def test_states(name, trained):
     check(name, state, fresh)
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore")
 def test_states_of_the_hook(trained):
     _, state = trained("DistributedOptimizer")

@@ -108,6 +108,7 @@ tracing.write_trace(recorded, f"{folder}/groups.json", comm)
 """
 
 
+@pytest.mark.quick
 def test_ranks_that_an_elastic_group_has_lost_are_not_in_it():
     def body(comm):
         world = Elastic(comm, at_least=2)

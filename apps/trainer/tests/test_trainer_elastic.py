@@ -22,6 +22,8 @@ from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
 from torch import Generator, Tensor, nn
 
+pytestmark = pytest.mark.quick
+
 RANKS, EPOCHS, BATCH = 3, 3, 12
 STEP = 0.01  # seconds; an exchange takes much less
 STEPS = 4  # in an epoch; an evaluation takes as long
@@ -105,6 +107,7 @@ def elastic(options: Callable[..., Options]) -> Callable[..., Options]:
     return lambda **flags: options(elastic="here:1", batch_size=BATCH, max_epochs=EPOCHS, **flags)
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("algorithm", WAYS)
 @pytest.mark.parametrize("victim", range(RANKS))
@@ -117,6 +120,7 @@ def test_a_rank_dies_in_an_evaluation_and_whoever_is_rank_0_then_goes_on_in_the_
     assert (first["steps"], first["world_size"]) == (STEPS, RANKS - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("algorithm", WAYS)
 @pytest.mark.parametrize("late", [0.15, 1.2])
@@ -129,6 +133,7 @@ def test_one_dies_and_a_newcomer_ends_with_the_others(
     check(options, models, dead=1)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", WAYS)
 @pytest.mark.parametrize("ranks", [2, RANKS])

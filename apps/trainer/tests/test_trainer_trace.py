@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 
+import pytest
 import torch
 from communicators import as_communicator
 from resumed_runs import assert_same_bits, result
@@ -11,6 +12,8 @@ from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.records.trace import RECORDED
 from thinwire_trainer.run import run
 from thinwire_trainer.training.phases import PHASES
+
+pytestmark = pytest.mark.quick
 
 
 def test_the_trace_has_every_phase_of_the_recorded_steps_and_changes_nothing(

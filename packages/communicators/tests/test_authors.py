@@ -12,6 +12,8 @@ from communicators.worlds.alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 
 def yielding(action):
     def schedule():
@@ -71,6 +73,7 @@ def test_what_was_received_may_be_handed_on():
         assert got.tolist() == [rank] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [0, -1, -0.5, math.nan])
 def test_a_timeout_that_is_none(timeout):
     comm = Alone()

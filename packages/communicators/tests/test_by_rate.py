@@ -7,6 +7,8 @@ from communicators.schedules.by_rate import SEGMENT_NBYTES
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 SIZES = [1, 2, 3, 5, 8]
 
 
@@ -103,6 +105,7 @@ def lower_bound(up, down, nbytes):
     return nbytes * max(*up, *down, ports)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("asymmetry", [1, 10])
@@ -125,6 +128,7 @@ def test_an_exchange_among_unequal_uplinks_is_near_its_lower_bound(size, asymmet
     assert usual.elapsed > 1.7 * bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_paths_are_measured_in_both_directions_the_same_on_all_ranks(size):
     up = [1e-7 * (1 + rank) for rank in range(size)]

@@ -10,6 +10,8 @@ from communicators.worlds import gloo
 from communicators.worlds.gloo import GlooGroup, GlooTransport
 from communicators.worlds.meeting import Rendezvous
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("late", range(3))
 def test_no_rank_goes_on_before_all_are_connected(monkeypatch, late):

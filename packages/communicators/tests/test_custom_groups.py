@@ -13,6 +13,8 @@ from communicators import CollectiveError, SimulatedWorld, allreduce, as_communi
 from communicators.worlds.alone import Alone
 from ranks_on_threads import on_all, soon
 
+pytestmark = pytest.mark.quick
+
 
 class Own(dist.ProcessGroup):
     """As those of libraries that survive the loss of ranks: its ranks may change, and it has no Store."""
@@ -66,6 +68,7 @@ def test_ranks_that_met_others_before_meet_those_that_are_new():
         assert [total for _, total in on_threads(groups, store)] == [[size * (size + 1) / 2.0] * 3] * size
 
 
+@pytest.mark.slow
 def test_a_communicator_that_has_failed_is_not_handed_out():
     """The ranks meet anew where all are there; a rank that is gone is said at once, with what to do."""
     groups, store = [Own(rank, 2) for rank in range(2)], dist.HashStore()
@@ -149,6 +152,7 @@ for given in (None, FakeStore()):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("store", ["as it is", "behind prefixes"])
 @pytest.mark.parametrize("python", ["keeps it", "let go"])

@@ -13,9 +13,12 @@ from communicators.elastic import board
 from communicators.elastic.store import board_of
 from communicators.elastic.testing import check_elastic_laws
 
+pytestmark = pytest.mark.quick
+
 SCHEDULES = 200
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(4))
 def test_laws(part):
@@ -28,6 +31,7 @@ def test_laws_where_once_one_was_broken(seed):
     check_elastic_laws(seed)
 
 
+@pytest.mark.slow
 def test_laws_among_many():
     check_elastic_laws(1, size=64)
 
@@ -155,6 +159,7 @@ def test_a_newcomer_says_what_it_took_over_and_how_long_that_took(caplog):
     assert 0.004 < float(said[1]) < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [{"at_least": 2}, {"timeout": 7.0}])
 @pytest.mark.parametrize("late", [0.0, 0.5])
 def test_a_rank_with_other_settings_is_told_so_and_the_others_go_on(own, late):
@@ -249,6 +254,7 @@ def test_bytes_are_counted_once_over_all_generations():
     assert told == [(2, world.bytes_sent[rank], world.messages_sent[rank]) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, 1, 2])
 def test_a_newcomer_whose_state_is_under_way_when_another_rank_dies_comes_again_soon(dead):
     """It is not to blame, and does not wait for as long as the time-out."""
@@ -269,6 +275,7 @@ def test_a_newcomer_whose_state_is_under_way_when_another_rank_dies_comes_again_
     assert all(sizes[-1] == 3 for rank, sizes in enumerate(told) if rank not in (dead, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.22, 0.23, 0.24, 0.25, 0.3, 0.5])
 def test_samples_are_dealt_once_where_a_generation_does_not_come_together(seconds):
     """A rank dies, and two of those who are left find no connection to each other at once.

@@ -14,6 +14,8 @@ from communicators.elastic.dealing import Change, Deal
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 
 class Group:
     """Ranks that draw, and what of it is in the model: `kept` by epoch, counted."""
@@ -125,6 +127,7 @@ def check(group: Group, epochs: int) -> None:
         assert not missing, f"epoch {epoch}: samples {sorted(missing)[:5]} were never taken"
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("block", range(10))
 def test_each_sample_once_in_1000_schedules(block: int) -> None:
@@ -271,6 +274,7 @@ def test_it_is_said_what_a_dead_rank_had_drawn(caplog):
     assert "it had drawn 8 samples in 4 batches by the last commit" in caplog.text  # and one in hand
 
 
+@pytest.mark.slow
 def test_a_batch_that_was_in_hand_through_two_deaths_is_dealt_again():
     """The second rank dies before the first commit of those whom the first one's death has left."""
     for at in torch.linspace(0.0551, 0.0575, 25).tolist():

@@ -39,6 +39,7 @@ def test_who_closes_after_the_last_commit_has_what_the_others_have(dead, caplog)
         assert all(end == ends[0] for end in ends)
 
 
+@pytest.mark.quick
 def test_who_has_left_or_comes_late_is_told_so():
     """A rank that leaves, one that goes on, and one that is stopped until the training has ended."""
 
@@ -140,6 +141,7 @@ def test_a_process_ends_without_the_meeting_place(start):
         assert rank.returncode == 0
 
 
+@pytest.mark.quick
 def test_the_meeting_place_does_not_wait_long_for_names(monkeypatch):
     monkeypatch.delenv("RES_OPTIONS", raising=False)
 

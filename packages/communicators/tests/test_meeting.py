@@ -12,6 +12,8 @@ from communicators.worlds.meeting import job_of, meet
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 
 def met(store, ranks, size, timeout=20.0):
     """What each of these ranks of so many is told."""

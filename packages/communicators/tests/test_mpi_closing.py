@@ -7,6 +7,8 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 from communicators.background.transport import PeerLost
 from communicators.worlds import mpi
 
+pytestmark = pytest.mark.quick
+
 
 class Request:
     """Done after so many looks."""

@@ -21,6 +21,8 @@ from communicators.worlds.meeting import meet
 from mutants import Foreign, Tally, mutated, mutated_archive, mutated_json, saved
 from torch._C._distributed_c10d import HashStore
 
+pytestmark = pytest.mark.quick
+
 
 class Peer:
     """Transport of rank 0 or 1 of three, as far as a control writes to it."""
@@ -56,6 +58,7 @@ def resealed(message):
     return zlib.crc32(message[4:]).to_bytes(4, "big") + message[4:]
 
 
+@pytest.mark.slow
 def test_control_messages():
     dice, tally, known = random.Random(1), Tally(CollectiveError), letters()
     assert {json.loads(letter[4:])["kind"] for letter in known} == {"waits", "request", "asks", "departed", "abort"}
@@ -226,6 +229,7 @@ STATE = {
 }
 
 
+@pytest.mark.slow
 def test_states_for_newcomers():
     dice, tally, archive = random.Random(8), Tally(transfer.UnreadableError), saved(STATE)
     for _ in range(1000):
@@ -250,6 +254,7 @@ def test_what_a_state_would_call_is_not_called(tmp_path):
     assert made.exists()
 
 
+@pytest.mark.slow
 def test_a_newcomer_gives_up_where_no_state_is_readable(monkeypatch):
     """It would come again and again, and the others wait for it every time."""
     monkeypatch.setattr(transfer, "packed", lambda state, packed=transfer.packed: packed(state)[:-40])
@@ -297,6 +302,7 @@ def test_quantised_elements(bits):
         assert not read.isinf().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["dense", "quantised"])
 def test_bits_that_a_network_changes(algorithm):
     """Every message has a checksum, whose own bits, and the stamp's, may change too."""

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from communicators.worlds import nccl
 from torch._C import _distributed_c10d
 
+pytestmark = pytest.mark.quick
+
 HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 
 

@@ -25,6 +25,8 @@ from communicators.schedule import SLOT_BYTES
 from communicators.worlds.gloo import PIECE_BYTES, GlooGroup
 from ranks_on_threads import on_all
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def make():
@@ -52,6 +54,7 @@ def make():
         on_all(made, lambda comm: comm.close())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connections", [1, 2, 5])
 def test_messages_of_all_lengths_arrive_as_they_were_sent(make, connections):
     comms = make(*[connections] * 3)

@@ -19,6 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks_on_threads import Threads, on_all, ranks, soon
 
+pytestmark = pytest.mark.quick
+
 
 @st.composite
 def plans(draw, sizes):
@@ -67,6 +69,7 @@ def test_every_signal_comes_simulated(plan, seed, jitter):
     assert world.run(lambda comm: carry_out(comm, acts[comm.rank])) == expected(size, acts)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_closing_waits_for_signals_that_are_slower_than_its_own_messages(seed):

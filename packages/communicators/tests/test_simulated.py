@@ -26,6 +26,8 @@ from communicators.simulated.ranks import RankThread
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 ROOM = 16
 
 
@@ -358,11 +360,13 @@ def test_hypothesis_can_drive_the_order(data):
     )
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks():
     results = SimulatedWorld(1024).run(lambda comm: allreduce(torch.full((8,), float(comm.rank)), comm, native=False))
     assert all(torch.equal(result, torch.full((8,), 1024 * 1023 / 2)) for result in results)
 
 
+@pytest.mark.slow
 def test_long_runs_keep_no_results():
     """A call's tensors are released with its result, also in a world that lives long."""
     import gc

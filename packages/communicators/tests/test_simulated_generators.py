@@ -8,6 +8,8 @@ from communicators import Link, SimulatedWorld, barrier
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.quick
+
 
 def masks(comm):
     """Of a dropout before each of three meetings; ranks compute unlike long."""

@@ -19,6 +19,8 @@ from communicators.errors import CollectiveError
 from communicators.schedules.dense import ring_allreduce
 from ranks_on_threads import on_all, ranks
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 
 
@@ -35,6 +37,7 @@ def test_what_a_schedule_was_given_is_found_inside_schedules_too():
     assert given(iter([])) == []
 
 
+@pytest.mark.slow
 def test_what_was_given_lives_on_when_the_schedule_is_through():
     def lets_go(x):
         del x

@@ -2,10 +2,13 @@
 
 from itertools import pairwise
 
+import pytest
 from communicators.timeline import on_tracks
 from communicators.tracing import recording, write_trace
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.quick
 
 
 def bar(name, ts, dur, tid=7):

@@ -27,6 +27,8 @@ from communicators.background.transport_communicator import drive
 from communicators.worlds.gloo import GlooGroup, Waiters
 from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
 
+pytestmark = pytest.mark.quick
+
 
 def ping(comm):
     """Each rank's number, one place further."""
@@ -114,6 +116,7 @@ def test_a_peer_that_died_is_named_at_once(monkeypatch):
         allreduce(torch.ones(1), comms[0])
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_in_flight(monkeypatch):
     monkeypatch.setattr(transport_communicator, "GRACE_SECONDS", 0.05)
     comms = ranks(3)
@@ -325,6 +328,7 @@ def test_closing_is_collective_and_releases_the_transport():
         allreduce(torch.ones(1), comms[0])
 
 
+@pytest.mark.slow
 def test_closing_too_early_or_alone_is_told(monkeypatch):
     monkeypatch.setattr(control, "ABORT_SECONDS", 0.1)  # of an arbiter that has left
     comms = ranks(2)
@@ -340,6 +344,7 @@ def test_closing_too_early_or_alone_is_told(monkeypatch):
         run(ping(comms[1]), comms[1], facts="ping")
 
 
+@pytest.mark.slow
 def test_a_communicator_that_nobody_holds_is_released():
     comms = ranks(2)
     works = [start(ping(comm), comm, facts="ping") for comm in comms]
@@ -370,6 +375,7 @@ def test_a_work_that_is_over_is_let_go_before_its_waiter_is_idle():
     assert not any(thread.is_alive() for thread in waiters._threads)
 
 
+@pytest.mark.slow
 def test_a_group_that_ends_while_messages_come_leaves_no_thread():
     for number in range(60):
         store = dist.HashStore()

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from sparse_collectives import Traffic
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 SHAPES = {"matrix": (30, 40), "vector": (7,), "filters": (8, 3, 3, 3), "flat": (2, 3), "scalar": ()}
 SIZES = [1, 2, 3, 5, 8]
 NAMES = ["powersgd", "dense-int8"]
@@ -81,6 +83,7 @@ def own_options(name, dense_steps):
     return {"options": {"dense_steps": dense_steps}} if name == "powersgd" else {}
 
 
+@pytest.mark.slow
 @either
 @settings(max_examples=12)
 @given(
@@ -104,6 +107,7 @@ def test_nothing_is_lost_and_all_agree(name, size, seed, steps, dense_steps, **o
         torch.testing.assert_close(inputs, applied + rests, rtol=0, atol=2e-5 * size)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     size=st.sampled_from([1, 2, 4, 8]),  # so that total / P is exact
@@ -123,6 +127,7 @@ def test_int8_loses_nothing_at_all(size, seed, steps, **options):
     assert size == 1 or rests.any() or steps == len(options["bad"] & set(range(steps)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("columns", [1, 2, 4])
 def test_powersgd_sends_what_its_expression_says(size, columns):
@@ -139,6 +144,7 @@ def test_powersgd_sends_what_its_expression_says(size, columns):
     assert messages == [traffic.messages for traffic in sent]
 
 
+@pytest.mark.slow
 @pytest.mark.few(16)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 5000, 20_000])
@@ -152,6 +158,7 @@ def test_int8_sends_what_its_expression_says(size, numel):
     assert messages == [traffic.messages for traffic in sent]
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("bucket_bytes", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -162,6 +169,7 @@ def test_laws_of_powersgd(dense_steps, dtype, bucket_bytes):
     check_dense_laws(lambda: own, sizes=[1, 3, 4], dtype=dtype, bucket_bytes=bucket_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 100}, {"overlap": True}], ids=str)
 def test_laws_of_int8(settings):
@@ -196,6 +204,7 @@ def test_other_settings_on_a_rank_are_named_on_all(mine, others, says):
     assert all(SimulatedWorld(3).run(body))
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(size=st.sampled_from(SIZES), seed=st.integers(0, 99))
 def test_at_full_rank_powersgd_is_the_dense_sum(size, seed):
@@ -240,6 +249,7 @@ def test_int8_alone_is_the_dense_sum():
     assert not run("dense-int8")[2].any()
 
 
+@pytest.mark.slow
 def test_power_iteration_goes_on_from_step_to_step():
     """The same gradient again and again: what is sent of it in a step nears its best approximation of that rank."""
     matrix = torch.randn(30, 40, generator=torch.Generator().manual_seed(1))
@@ -400,6 +410,7 @@ def test_columns_are_orthonormal(length, columns, seed):
     torch.testing.assert_close(outer_sum(matrix, matrix), matrix @ matrix.T, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(size=st.sampled_from(SIZES), seed=st.integers(0, 99), dense_steps=st.integers(0, 4))
 def test_the_first_steps_of_powersgd_are_dense_ones(size, seed, dense_steps):
@@ -416,6 +427,7 @@ def test_the_first_steps_of_powersgd_are_dense_ones(size, seed, dense_steps):
     assert run(dense_steps + 1, **own)[0][2].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_dense_steps_send_what_their_expression_says(size):
     worlds = SimulatedWorld(size), SimulatedWorld(size), SimulatedWorld(size)

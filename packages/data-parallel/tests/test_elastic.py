@@ -14,6 +14,8 @@ from sparse_collectives import ALGORITHMS
 from sparse_compress import TopK
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 RANKS, STEPS = 4, 5
 SHAPES = {"a": (7,), "b": (20, 3), "c": (12, 8)}
 NUMEL = 7 + 60 + 96
@@ -140,6 +142,7 @@ def left_before(kind, results, dead):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None)
@@ -153,6 +156,7 @@ def test_who_is_left_has_the_bits_as_if_the_dead_had_left_before(kind, at, dead)
     assert abs(died - sum(start < when for start in starts[::RANKS])) <= 1  # messages that tie are drawn anew
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["gtopk", "topk-dsa", "oktopk", "teams", "dense-int8", "powersgd", "small"])
 @settings(max_examples=4, deadline=None)
@@ -205,6 +209,7 @@ def trained_with(comm, kind, arrives=0.0, joins=RANKS - 1, **other):
 ARRIVES = 0.0065
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_newcomer_has_what_the_others_have_but_an_empty_residual(kind):
@@ -220,6 +225,7 @@ def test_a_newcomer_has_what_the_others_have_but_an_empty_residual(kind):
             assert kind in UPDATES or torch.equal(history[step]["inner"], other[step]["inner"])
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["gtopk", "momentum", "overlapped powersgd", "updates of Adam"])
 @settings(max_examples=10, deadline=None)
@@ -318,6 +324,7 @@ def test_a_step_that_is_not_finite_is_an_error_as_ever_and_leaves_what_was_kept(
     assert all(generation == 1 and torch.equal(flat, results[0][1]) for generation, flat in results)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("falls", ["chained", "from the first rate"])

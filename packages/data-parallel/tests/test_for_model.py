@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from sparse_compress import WarmUp
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 INNER = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -55,6 +57,7 @@ def by_hand(comm, inner, accumulate=1, **settings):
     return bits(model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -178,6 +181,7 @@ def schedule(optimizer):
     return optimizer._exchange.settings.density
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_not_kept_by_its_module_and_copies_are_their_own():
     model = model_of()
     optimizer = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model, density=lambda step: 0.05)
@@ -219,6 +223,7 @@ def test_a_parameter_that_is_written_to_between_forward_and_step_is_an_error():
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_compiled_model():
     def losses(compiles):
         model = model_of()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replicas.states import gather_states
 from torch import nn
 
-pytestmark = pytest.mark.filterwarnings("ignore:Adam behind a sparse")
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:Adam behind a sparse")]
 
 KINDS = [
     {},
@@ -65,6 +65,7 @@ def saved_at(step, size, options):
     return SimulatedWorld(size).run(rank)
 
 
+@pytest.mark.slow
 @given(size=st.integers(1, 5), step=st.integers(0, 4), options=st.sampled_from(KINDS))
 def test_going_on_from_one_state_of_all_ends_in_the_same_bits(size, step, options):
     whole = saved_at(step, size, options)

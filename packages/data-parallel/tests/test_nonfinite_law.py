@@ -112,6 +112,7 @@ class Hiding(GTopK):
         return Reduction(reduction.total, SparseVector(sparse.indices[bad], sparse.values[bad], sparse.numel))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_an_algorithm_that_hides_it_is_told(nonfinite, monkeypatch):
     monkeypatch.setitem(ALGORITHMS, "hiding", Hiding())

@@ -10,7 +10,7 @@ from sparse_collectives import ALGORITHMS
 from sparse_compress import RandomK, TopK
 from torch import nn
 
-pytestmark = pytest.mark.filterwarnings("ignore:Adam behind a sparse", "ignore:momentum= and Adam")
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:Adam behind a sparse", "ignore:momentum= and Adam")]
 
 
 def make(comm, *, name="gtopk", inner=torch.optim.Adam, compressor=TopK, **options):
@@ -46,6 +46,7 @@ def flat(model):
     return torch.cat([p.detach().view(-1) for p in model.values()])
 
 
+@pytest.mark.slow
 @pytest.mark.few(7)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -113,6 +114,7 @@ def pending(states, part="residuals"):
     return sum(tensors) / len(tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 1), (1, 8), (3, 6), (4, 4)])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_another_number_of_ranks_still_has_the_same_to_apply(before, after, momentum):

@@ -10,6 +10,8 @@ from sparse_collectives import ALGORITHMS
 from sparse_compress import TopK
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 SHAPES = ((3, 4), (5,), (2, 2), (1,))
 
 
@@ -42,6 +44,7 @@ def state_of(model, optimizer):
     return [p.detach().clone() for p in model.parameters()] + [r.clone() for _, r in sorted(residuals.items())]
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(max_examples=settings.default.max_examples // 3)

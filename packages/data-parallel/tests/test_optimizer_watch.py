@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def group():
@@ -65,6 +67,7 @@ def clip_values(model):
     nn.utils.clip_grad_value_(model.parameters(), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clips", [clip, clip_values])
 def test_clipping_that_begins_late_is_seen(group, clips):
     """Behind a dense warm-up longer than any first look, and steps later; once."""
@@ -80,6 +83,7 @@ def test_clipping_loses_nothing_where_all_was_sent(group):
     assert Behind(density=1.0).steps(30, after=clip) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backwards", [2, 4])
 def test_accumulation_without_no_sync_is_not_clipping_and_hides_none(group, backwards):
     """DDP cuts its buckets anew between the first backwards, which are of one step."""
@@ -194,6 +198,7 @@ def test_a_scheduler_around_a_distributed_optimizer_is_named(wrapped):
     assert "in the optimizer, after it" in said
 
 
+@pytest.mark.slow
 def test_states_and_their_copies_leave_one_hook_at_most():
     state = SparseHookState()
     before = len(_global_optimizer_post_hooks)

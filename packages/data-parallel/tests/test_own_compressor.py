@@ -11,6 +11,8 @@ from sparse_collectives import DenseReduction
 from sparse_collectives.algorithms.gtopk import GTopK
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True)
 class Rounded(DenseCompressor):
@@ -76,6 +78,7 @@ def train(comm, steps, *, algorithm=ROUNDED, saved=None, bad=(), **options):
     return given, -comm.size * torch.cat(applied), torch.cat(rest), state, dict(model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"bucket_bytes": 24}], ids=str)
 @pytest.mark.parametrize("make", [Rounded, lambda: Rounded(per_unit=2), Alternating])

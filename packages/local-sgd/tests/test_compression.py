@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_sgd import BMUF, DiLoCo, LocalSGD
 
+pytestmark = pytest.mark.quick
+
 N, STEPS = 2500, 12
 
 
@@ -85,6 +87,7 @@ class Drifting:
         self.optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @ways
 @given(st.sampled_from([1, 2, 3, 5]), st.booleans())
@@ -127,12 +130,14 @@ def trained(algorithm, m=2, **options):
     return models[0]
 
 
+@pytest.mark.slow
 @ways
 def test_what_is_left_comes_later(way):
     plain, compressed = trained(LocalSGD), trained(LocalSGD, way=way)
     assert float((compressed - plain).norm() / plain.norm()) < 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @ways
 @pytest.mark.parametrize("m", [1, 2, 3])
@@ -145,6 +150,7 @@ def test_diloco_of_a_plain_outer_step_is_local_sgd_within_rounding(way, m):
     )  # near its threshold it may choose apart
 
 
+@pytest.mark.slow
 @pytest.mark.few(8)
 @ways
 @classes
@@ -261,6 +267,7 @@ def test_bytes(way, bits):
         assert 1 <= nbytes / (2 * n * (m - 1) / m * bits / 8) < 1.03
 
 
+@pytest.mark.slow
 @ways
 @classes
 def test_uneven_ends_and_a_drained_state_for_any_number_of_ranks(saved, way, algorithm):

@@ -268,6 +268,7 @@ def test_compression_loses_nothing_but_what_died(kind, dying, part):
         assert torch.allclose(sum(one[0] for one in held), held[0][2] + sum(one[1] for one in held), atol=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("kind", "changes", "fault"),
     [
@@ -296,6 +297,7 @@ def test_a_newcomer_unlike_the_others_is_refused_alone(kind, changes, fault):
     check_agreement(SimulatedWorld(RANKS).run(body), said)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("make", "name", "of"), [(BMUF, "momentum", lambda m: 1 - 1 / m), (EASGD, "alpha", lambda m: 0.9 / m)]
 )
@@ -319,6 +321,7 @@ def test_defaults_follow_the_number_of_ranks_and_given_values_stay(make, name, o
     assert results[0] == [own] * 6 if own else results[0] == pytest.approx([of(4)] * 2 + [of(3)] * 4)
 
 
+@pytest.mark.quick
 def test_what_cannot_be_elastic_is_refused_by_name():
     def body(comm):
         world = Elastic(comm)

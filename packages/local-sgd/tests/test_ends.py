@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from local_sgd import BMUF, EASGD, CoCoDSGD, LocalSGD, OverlapLocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 
 def make(algorithm, task, comm, **options):
     options = {"sync_every": 3, **options}
@@ -18,6 +20,7 @@ def make(algorithm, task, comm, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["LocalSGD", "BMUF", "SlowMo", "EASGD", "CoCoDSGD", "OverlapLocalSGD", "DiLoCo"])
 @given(
@@ -429,6 +432,7 @@ def test_nan_in_a_buffer_that_is_averaged_is_named():
         SimulatedWorld(2).run(run)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("taken", [4, 5])
 @pytest.mark.parametrize("end", ["", "finish", "drain", "state_dict", "averaged_model"])

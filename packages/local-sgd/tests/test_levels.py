@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from local_sgd import BMUF, DiLoCo, LocalSGD
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 N, STEPS = 5, 26
 WORLDS = st.sampled_from([(4, 2), (6, 3), (6, 2), (4, 1), (4, 4)])
 """Ranks, and of them a machine."""
@@ -60,6 +62,7 @@ def go(p, optimizer, shifts, *, weight=None):
     return np.array(history)
 
 
+@pytest.mark.slow
 @given(WORLDS, st.integers(1, 4), st.integers(1, 4), st.floats(0.1, 0.9), st.floats(0.0, 0.9), st.integers(0, 99))
 def test_recurrence(world, often, times, η, β, seed):
     m, machine = world
@@ -78,6 +81,7 @@ def test_recurrence(world, often, times, η, β, seed):
         assert all(np.array_equal(end, ends[0]) for end in ends)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 9), min_size=4, max_size=4),
     st.integers(1, 3),
@@ -102,6 +106,7 @@ def test_ranks_end_as_they_like_and_go_on(steps, often, times, weighted, compres
         assert all(torch.equal(end, ends[0]) for end in ends)
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("algorithm", [LocalSGD, DiLoCo, partial(LocalSGD, compress="int8")])
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6, 9])

@@ -14,6 +14,8 @@ from local_sgd import DiLoCo, StreamingDiLoCo
 from local_sgd.fragments import fragments_of
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 STEPS, SIZES = 50, (5, 1, 7, 2)
 
 
@@ -90,6 +92,7 @@ def reference(m, tau, delay, α, η, β, seed):
     return np.array(history).transpose(1, 0, 2), np.concatenate(z)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([1, 2, 3, 5]),
     st.integers(1, 9),
@@ -132,6 +135,7 @@ def make(task, comm, algorithm=StreamingDiLoCo, **options):
     return algorithm(inner, comm=comm, model=task.model, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", [None, "int8"])
 @pytest.mark.parametrize("bucket_bytes", [None, 20])
 def test_one_fragment_at_once_is_diloco_in_bits(quadratic, compress, bucket_bytes):
@@ -149,6 +153,7 @@ def test_one_fragment_at_once_is_diloco_in_bits(quadratic, compress, bucket_byte
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("compress", [None, "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -202,6 +207,7 @@ def test_weights_of_a_block_that_is_resumed(quadratic, saved):
     assert torch.equal(straight[1], resumed[1])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=4),
     st.integers(1, 4),
@@ -241,6 +247,7 @@ def test_drain_is_for_all_ranks_at_once(quadratic):
         SimulatedWorld(2).run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_drained_state_goes_on_at_any_number_of_ranks(quadratic, saved, size):
     def first(comm):

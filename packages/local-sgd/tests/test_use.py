@@ -9,6 +9,8 @@ from communicators import CollectiveError, SimulatedWorld, allreduce
 from local_sgd import BMUF, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD
 from torch import nn
 
+pytestmark = pytest.mark.quick
+
 INNER = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -264,6 +266,7 @@ def normalised(comm, algorithm, **options):
     return model, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.few(16)
 @pytest.mark.parametrize("buffers", ["keep", "average", "broadcast"])
 def test_buffers(algorithm, buffers):
@@ -341,6 +344,7 @@ def test_an_inner_state_that_cannot_be_averaged():
         optimizer.average()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_averaged_in_thirty_two_and_nothing_is_rounded_away(algorithm, dtype):
     """Boundaries at which nobody has moved move nobody, and what is kept has 32 bits. The next test moves a rank."""
@@ -378,6 +382,7 @@ def test_what_is_rounded_off_waits_until_it_counts():
         assert places[7] == 1.0 + ulp
 
 
+@pytest.mark.slow
 def test_anchors_on_another_device(quadratic, algorithm):
     """Here the only one there is; the arithmetic is on it."""
 
@@ -394,6 +399,7 @@ def test_anchors_on_another_device(quadratic, algorithm):
         assert torch.equal(x, y)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_the_plain_one():
     def body(comm, compiled):
         torch.manual_seed(0)
@@ -499,6 +505,7 @@ def said_in_steps(task, optimizer, steps, *, averages):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tau", "every"), [(3, 3), (lambda step: 3, 3), (1, 2), ("two levels", 2)])
 def test_a_forgotten_average_is_said_once_where_a_boundary_would_have_been(quadratic, algorithm, tau, every):
     if tau == "two levels" and algorithm not in (LocalSGD, DiLoCo):
@@ -567,6 +574,7 @@ def test_weights_that_some_ranks_only_have_loaded_are_an_error_at_the_first_boun
         SimulatedWorld(2).run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drained", [False, True])
 def test_weights_that_all_ranks_load_are_where_training_begins(quadratic, algorithm, drained):
     """Not what the anchors were when the optimizer was made, or at the last drain."""
@@ -588,6 +596,7 @@ def test_weights_that_all_ranks_load_are_where_training_begins(quadratic, algori
         assert torch.equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.few(18)
 @pytest.mark.parametrize("buffers", ["keep", "average", "broadcast"])
 @pytest.mark.parametrize("end", ["drain", "finish"])

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from partial_collectives import EagerSGD, PartialAllreduce
 from ranks_on_threads import Threads, on_all, ranks
 
+pytestmark = pytest.mark.quick
+
 SIZE = 4
 MARK = 16
 """Ranks count their gradients in digits to this base, so that a sum tells how many of each rank are in it."""
@@ -57,12 +59,14 @@ def follow(comm, settings, halves, given_):
     return got
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(plans(), st.integers(0, 99))
 def test_those_that_are_left_agree_and_lose_nothing(plan, order):
     agree_and_lose_nothing(*plan, order, jitter=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("part", range(8))
 def test_whenever_it_dies(part):
@@ -150,6 +154,7 @@ def test_a_rank_that_raises_in_its_own_code_is_gone_too():
         assert 10 <= totals[0] <= 13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", range(20))
 def test_a_rank_that_raises_leaves_nothing_that_it_has_started(order):
     """Rank 0 raises in a round that it has entered. The world says at its end what has stayed behind."""

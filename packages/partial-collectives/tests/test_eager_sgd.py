@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from partial_collectives import EagerSGD, until_deadline
 from replicas import STATE_KEY, refuse_unlike
 
+pytestmark = pytest.mark.quick
+
 
 def network(seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -37,6 +39,7 @@ def step(model, optimizer, rank, number, **settings):
     optimizer.step(**settings)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1e-4, 1e-3, 7e-3])), min_size=1, max_size=4),
     st.one_of(st.sampled_from(["solo", "majority"]), st.just(1)),
@@ -391,6 +394,7 @@ def test_gradients_and_rounds_that_nobody_has_applied_yet_come_back():
     assert SimulatedWorld(3).run(resumes) == SimulatedWorld(3).run(lambda comm: ends(*unmet(comm)))
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_one_state_of_all_ranks_goes_on_with_the_same_bits(size):
@@ -562,6 +566,7 @@ def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step():
     SimulatedWorld(2).run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("end", ["", "finish", "synchronize", "state_dict", "close"])
 def test_steps_after_which_ranks_did_not_meet_are_said_when_the_optimizer_goes(end, caplog):
@@ -586,6 +591,7 @@ def test_steps_after_which_ranks_did_not_meet_are_said_when_the_optimizer_goes(e
     assert all("3 steps of EagerSGD since its ranks last came together" in one for one in said)
 
 
+@pytest.mark.slow
 def test_after_an_error_nobody_is_told_to_finish(caplog):
     def body(comm):
         model = network()

@@ -11,6 +11,8 @@ import torch
 from communicators import Dies, Elastic, SimulatedWorld
 from partial_collectives import EagerSGD
 
+pytestmark = pytest.mark.quick
+
 
 class Counting(EagerSGD):
     """Parameter r counts the gradients of rank r of the world that were applied."""
@@ -86,6 +88,7 @@ def drawn(size, seed):
     return faults, late, {**options, "jitter": draw.choice([0.0, 2e-4, 5e-3])}
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("part", range(5))
@@ -95,6 +98,7 @@ def test_ranks_come_and_die_and_those_that_live_agree_and_lose_nothing(size, par
         runs(size, faults, late, seed, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("message", range(1, 40, 2))
 def test_joiner_or_donor_dies(message):

@@ -16,6 +16,8 @@ from partial_collectives import EagerSGD, PartialAllreduce
 from partial_collectives.pulse import ASKS, HEARD, WIDER, Pulse
 from ranks_on_threads import on_all, ranks
 
+pytestmark = pytest.mark.quick
+
 HOURS = 7200.0
 """Many time-outs."""
 
@@ -202,6 +204,7 @@ def test_whoever_is_gone_is_found_by_one_that_waits(data, ranks):
     assert set().union(*ring.found.values()) == dies
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [2, 8, 100, 1000])
 def test_questions_of_ranks_that_wait_together_are_few(ranks):

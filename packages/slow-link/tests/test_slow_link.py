@@ -17,6 +17,8 @@ from slow_link import link as slow_link_module
 from slow_link.switch import VNET_BYTES, Lines, Switch, receiver, wire_bytes
 from slow_link.throttled import Throttled, behind_link
 
+pytestmark = pytest.mark.quick
+
 LACKING = missing()
 emulated = pytest.mark.skipif(bool(LACKING), reason=f"no emulated link here: {'; '.join(LACKING)}")
 
@@ -138,6 +140,7 @@ def heed_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @emulated
 @pytest.mark.parametrize(
@@ -182,6 +185,7 @@ def test_timeout_ends_the_ranks():
         assert inside(net, 0) == inside(net, 1) == []
 
 
+@pytest.mark.slow
 @emulated
 def test_ping_pong_takes_the_modelled_time():
     with link() as net:
@@ -190,6 +194,7 @@ def test_ping_pong_takes_the_modelled_time():
     at_least_modelled(first.stdout, net)
 
 
+@pytest.mark.slow
 @emulated
 @pytest.mark.mpi
 def test_ping_pong_by_mpi_takes_the_modelled_time():

@@ -13,6 +13,8 @@ from sparse_collectives import (
 )
 from sparse_compress import topk
 
+pytestmark = pytest.mark.quick
+
 alone = as_communicator(None)
 OKTOPK, SPARDL = ALGORITHMS["oktopk"].initial_state(), ALGORITHMS["spardl"].initial_state()
 CHOSEN = {"algorithm": "gtopk", "options": {}, "wire": "fp32", "state": None, "table": ""}
@@ -80,6 +82,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "error", "says"), WRONG, ids=map(str, range(len(WRONG))))
 @pytest.mark.parametrize(
     ("call", "given"),

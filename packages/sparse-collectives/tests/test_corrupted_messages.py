@@ -10,6 +10,8 @@ from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.allreduce import prepare
 from sparse_compress import SparseVector, topk
 
+pytestmark = pytest.mark.quick
+
 CASES = settings.default.max_examples
 WAYS = [(name, wire) for name, entry in ALGORITHMS.items() for wire in WIRES if entry.selects or wire == "fp32"]
 EXTREMES = (0, 1, -1, 2**31 - 1, -(2**31), 2**30)
@@ -82,6 +84,7 @@ def check_outcome(outcomes, name):
                 SparseVector(vector.indices, vector.values, vector.numel)  # looks at them
 
 
+@pytest.mark.slow
 @pytest.mark.few(8)
 @pytest.mark.parametrize(("name", "wire"), WAYS)
 def test_a_damaged_message_is_a_result_or_an_error(name, wire):

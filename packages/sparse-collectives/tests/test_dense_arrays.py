@@ -12,9 +12,12 @@ from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_ar
 from sparse_compress import topk
 from torch.testing._internal.two_tensor import TwoTensor
 
+pytestmark = pytest.mark.quick
+
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", SPARSE)
 @settings(max_examples=settings.default.max_examples // 2)
@@ -260,6 +263,7 @@ with warnings.catch_warnings():
     SPECIAL = special()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["gtopk", "dense"])
 @pytest.mark.parametrize("call", [sparse_allreduce_array, lambda *a, **o: sparse_allreduce_array_async(*a, **o).wait()])
 @pytest.mark.parametrize("kind", SPECIAL)

@@ -29,6 +29,8 @@ from sparse_compress import (
 from sparse_compress.native.library import using
 from sparse_compress.testing import check_compressor_laws
 
+pytestmark = pytest.mark.quick
+
 # A new compressor gets the laws by a line here: how to make it for n elements.
 COMPRESSORS = {
     "TopK 0.1 %": lambda n: TopK(0.001),
@@ -57,6 +59,7 @@ def test_every_compressor_is_under_the_laws():
     assert offered - protocols == {type(make(9)) for make in COMPRESSORS.values()}
 
 
+@pytest.mark.slow
 @every_compressor
 def test_the_laws_for_compressors_of_ones_own(make):
     check_compressor_laws(make)
@@ -181,6 +184,7 @@ def bits(sparse):
     return sparse.pack().cpu()
 
 
+@pytest.mark.slow
 @every_device
 @every_compressor
 @settings(max_examples=2 * settings.default.max_examples)
@@ -201,6 +205,7 @@ def test_what_is_sent(make, device, seed, n, zero):
         assert torch.equal(sparse.values, x[sparse.indices.long()])
 
 
+@pytest.mark.slow
 @every_compressor
 @settings(max_examples=settings.default.max_examples // 5)
 @given(seed=seeds, n=st.integers(1, 2000))
@@ -213,6 +218,7 @@ def test_nasty_tensors(make, nasty, seed, n):
         assert bool(sparse.values.isfinite().all()) == bool(x.isfinite().all())
 
 
+@pytest.mark.slow
 @pytest.mark.few(8)
 @every_device
 @every_compressor
@@ -234,6 +240,7 @@ def test_sent_and_residual_are_what_was_accumulated(make, device, seed, n, tenta
         feedback.commit()
 
 
+@pytest.mark.slow
 @every_compressor
 @settings(max_examples=settings.default.max_examples)
 @given(seed=seeds, n=sizes, outcomes=st.lists(st.booleans(), min_size=6, max_size=6))
@@ -306,6 +313,7 @@ def test_states_of_another_compressor(stateful):
         ErrorFeedback(TopK()).load_state_dict(ErrorFeedback(stateful).state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("unbiased", [RandomK(0.1, unbiased=True), RandomK(0.3, unbiased=True, seed=5)], ids=repr)
 @pytest.mark.parametrize("n", [10, 37])

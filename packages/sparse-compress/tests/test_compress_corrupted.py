@@ -9,6 +9,8 @@ from sparse_compress import MAX_NUMEL, DenseCodec, SparseVector, WireCodec, topk
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES
 
+pytestmark = pytest.mark.quick
+
 CODECS = [WireCodec(values, indices) for values, indices in product(VALUES, ("raw", "packed"))]
 CASES = 1000
 EDGES = (0, 1, 2, 3, 127, 128, 255)
@@ -50,6 +52,7 @@ def check(vector, numel, entries=None):
     assert vector.to_dense().shape == (numel,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("known", [False, True])
 def test_unpack(dtype, known):
@@ -69,6 +72,7 @@ def test_unpack(dtype, known):
     assert refused > CASES // 3
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_decode(codec):

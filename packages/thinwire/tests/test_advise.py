@@ -12,6 +12,8 @@ from sparse_collectives.prediction.cost import Handling
 from thinwire.advice.command import main
 from thinwire.advice.ways import WAYS, Work
 
+pytestmark = pytest.mark.quick
+
 TRAINING = ["--parameters", "25e6", "--step-seconds", "0.5"]
 
 
@@ -39,6 +41,7 @@ def _little_work(monkeypatch):
     monkeypatch.setattr("thinwire.advice.measuring.measure_work", lambda shapes, device: FREE)
 
 
+@pytest.mark.slow
 def test_100gbit_leave_it_off(capsys):
     assert main([*TRAINING, "--link", "100gbit"]) == 0
     text = capsys.readouterr().out
@@ -65,6 +68,7 @@ def test_1gbit_something_helps(capsys):
     assert recommended["speedup"] > 1.5
 
 
+@pytest.mark.slow
 def test_json(capsys):
     found = advice(capsys, "--link", "10gbit", "--ranks", "14", "--density", "0.01", "0.001", "0.01")
     numbers = ("nbytes", "rounds", "compression_seconds", "network_seconds", "merging_seconds", "step_seconds")
@@ -93,6 +97,7 @@ def test_without_overlap_a_step_is_the_sum_of_its_parts(capsys):
         assert p["step_seconds"] == pytest.approx(0.5 + parts - hidden)
 
 
+@pytest.mark.slow
 def test_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "speedup.png"
@@ -138,6 +143,7 @@ def test_a_measured_share_is_asked_of_every_stage(capsys, monkeypatch):
     assert "30% of the time" in found["warning"]
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_told_on_stderr(capsys):
     assert main([*TRAINING, "--link", "1gbit", "--ranks", "100", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -151,6 +157,7 @@ def test_what_takes_long_is_told_on_stderr(capsys):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rate", "time", "link"),
@@ -173,6 +180,7 @@ def test_a_link_of_one_s_own_in_words(capsys):
     assert "32 ranks, assumed to be joined by 1.5 µs a message, 2 Gbit/s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_half_of_a_gradient_is_measured_on_few_entries(monkeypatch):
     """All wires of all algorithms, some of which take microseconds an entry."""
     merged = []
@@ -237,6 +245,7 @@ def test_bad_flags(capsys, flags, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])

@@ -9,12 +9,15 @@ from communicators import SimulatedWorld
 from thinwire.advice.command import main
 from thinwire.advice.measuring import NoAdvice, measured_model, on_every_rank
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def _little_work(monkeypatch):
     monkeypatch.setattr("sparse_collectives.prediction.calibration.MOST_ELEMENTS", 1 << 18)
 
 
+@pytest.mark.slow
 def test_model_is_measured(capsys, tmp_path, monkeypatch):
     (tmp_path / "tiny_model.py").write_text(
         "import torch\n"

@@ -22,6 +22,8 @@ from thinwire.doctor.meeting import to_everybody
 from thinwire.doctor.probe import FAULT, NOTE, OK, Finding, Probe, probe
 from thinwire.doctor.ranks import about_ranks, numbers, outcome
 
+pytestmark = pytest.mark.quick
+
 TOO_LONG = Probe(None, "", "Traceback, cut off", 30.0)
 
 
@@ -462,6 +464,7 @@ def test_json(monkeypatch, capsys):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--timeout", "0"], ["--timeout", "soon"], ["--jsn"], ["more"]])
 def test_wrong_flags(flags, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -498,6 +501,7 @@ def test_a_rank_that_met_nobody_says_so_and_leaves_rank_0_time_to_speak(monkeypa
     assert 7 < seconds <= 8
 
 
+@pytest.mark.slow
 def test_the_whole_command_here():
     """Whatever this machine has: each probe says something, and the status is that of the findings."""
     words = [sys.executable, "-m", "thinwire", "doctor", "--json", "--timeout", "100"]

@@ -18,6 +18,8 @@ from thinwire.top.command import look, watch
 from thinwire.top.places import place_of
 from thinwire.top.view import COLUMNS, Seen, frame
 
+pytestmark = pytest.mark.quick
+
 
 def console():
     return Console(file=io.StringIO(), width=84)
@@ -43,7 +45,6 @@ def row(text, rank):
     return dict(zip(COLUMNS, line.split(maxsplit=len(COLUMNS) - 2), strict=False))
 
 
-@pytest.mark.quick
 def test_a_row_tells_what_a_step_went_to():
     one = seen(
         seconds=(5.0, 7.0),
@@ -64,7 +65,6 @@ def test_a_row_tells_what_a_step_went_to():
     assert "late" not in text
 
 
-@pytest.mark.quick
 @given(*[st.floats(0, 100)] * 3, st.integers(1, 50))
 def test_a_steps_parts_add_up(computing, selecting, waited, steps):
     total = computing + selecting + waited
@@ -82,7 +82,6 @@ def test_a_steps_parts_add_up(computing, selecting, waited, steps):
     assert float(found["ms"]) == pytest.approx(1e3 * total / steps, abs=0.06)
 
 
-@pytest.mark.quick
 def test_a_step_that_does_not_end_is_seen_to_take_long_and_a_restart_counts_from_there():
     one = seen(seconds=(10.0, 20.0))
     assert row(text_of(one), 0)["ms"] == "1000.0"
@@ -96,7 +95,6 @@ def test_a_step_that_does_not_end_is_seen_to_take_long_and_a_restart_counts_from
     assert row(text_of(one), 0) == {"rank": "0", "step": "5"}
 
 
-@pytest.mark.quick
 def test_the_rank_is_late_that_others_wait_for_or_that_rounds_name():
     waits = [seen(rank, seconds_waited=(0.0, waited)) for rank, waited in enumerate((4.0, 0.1, 4.2))]
     assert "rank 1 is late by 400 ms a step" in text_of(*waits)
@@ -107,7 +105,6 @@ def test_the_rank_is_late_that_others_wait_for_or_that_rounds_name():
     assert "rank 2 is late by 695 ms a step" in text_of(*rounds)
 
 
-@pytest.mark.quick
 def test_what_is_out_of_order_is_told_in_a_line_each():
     now = time.time()
     ranks = [
@@ -236,7 +233,6 @@ def epoch(number, **numbers):
     return {"epoch": number, "steps": 10 * number, "world_size": 4, "seconds": 12.0, "bytes_sent": 500, **phases}
 
 
-@pytest.mark.quick
 def test_a_run_without_live_files_is_shown_by_its_epochs(tmp_path):
     folder, found = run_folder(tmp_path, epoch(1)), {}
     look(place_of([str(folder)]), found)
@@ -286,6 +282,7 @@ def test_a_file_of_another_kind_among_the_live_ones_is_named(tmp_path, capsys):
     assert "other.prom holds no metrics of thinwire" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_without_a_word(monkeypatch, capsys, job):
     def interrupted(seconds):
         raise KeyboardInterrupt

@@ -26,6 +26,8 @@ from thinwire.advice.situation import Situation
 from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements, measure_work
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 LINK, SLOW = Link(200e-6, 80e-9), Link(30e-3, 8e-6)
 OPTIMIZERS_OF_WAYS = (DistributedOptimizer, DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo)
@@ -72,6 +74,7 @@ def exchanged(optimizer):
     getattr(optimizer, "average", lambda: None)()
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
@@ -96,6 +99,7 @@ def test_bytes_are_those_that_a_training_sends(way, ranks):
     assert told.nbytes * way.every == pytest.approx(counted, rel=rel, abs=16 * way.every + 50)
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
@@ -152,6 +156,7 @@ def test_the_dense_steps_before_power_sgd_are_in_its_mean():
     assert low_rank.mean == pytest.approx(0.1 * dense.seconds + 0.9 * low_rank.seconds)
 
 
+@pytest.mark.slow
 def test_work_is_that_of_the_real_optimizers_and_grows_with_what_is_done():
     work = measure_work(assumed_shapes(300_000), CPU)
     assert set(work) == set(BY_NAME)
@@ -224,6 +229,7 @@ def loss_of(model, generator):
     return (model(x) - 2 * x[:, :40]).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("optimizer", "name"), PLANS)
 def test_a_plan_does_what_it_says(optimizer, name):
@@ -279,6 +285,7 @@ def test_a_plan_is_for_so_many_ranks():
     SimulatedWorld(2).run(body)
 
 
+@pytest.mark.slow
 def test_the_slowest_ranks_steps_count_for_all(monkeypatch):
     monkeypatch.setattr("thinwire.advice.measuring.measure_work", lambda shapes, device: {})
 
@@ -306,6 +313,7 @@ def one_process():
 IN_DDP = {"dense", "dense in bf16", "dense-int8", "powersgd rank=2", "powersgd rank=4"}
 
 
+@pytest.mark.slow
 @pytest.mark.few(25)
 @pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if "teams" not in each.values[1]])
 def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimizer, name, one_process):
@@ -320,6 +328,7 @@ def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimiz
     inner.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if each.values[1] in BY_NAME])
 def test_the_lines_run(optimizer, name, monkeypatch, one_process):
     found = situation(optimizer)
@@ -343,6 +352,7 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
     assert ("average()" in text) == (name not in IN_DDP)
 
 
+@pytest.mark.slow
 def test_advise_in_python():
     plan = thinwire.advise(model_of(), steps_per_second=100, optimizer="adamw", link="wan", ranks=8, density=0.01)
     assert plan.situation.ranks == 8
@@ -402,6 +412,7 @@ def test_commands(capsys):
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_a_warm_up_goes_in_int8_on_a_wire_of_int8():
     """A tenth of the steps are those of dense-int8, the others the selection's."""
     merging = dict.fromkeys([*ALGORITHMS, "gtopk in int8-packed"], 1e-8)
