@@ -60,7 +60,11 @@ def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:
     for row in rows:
         costs.setdefault(float(row["density"]), {})[str(row["what"])] = 1e-9 * float(row["ns"])
     others = costs.pop(1.0)
-    work = {name: Work(*(others[f"{name}, {part}"] for part in Work._fields)) for name in BY_NAME}
+    work = {
+        name: Work(*(others[f"{name}, {part}"] for part in Work._fields))
+        for name in BY_NAME
+        if f"{name}, fixed" in others
+    }
     return Situation(
         numel=PARAMETERS,
         ranks=RANKS,

@@ -25,7 +25,8 @@ MPI = (
     *(f"mpi-3:{module}" for module in ("dense_cases", "sparse_cases", "local_cases")),
     *(f"mpi-4:{module}" for module in ("dense_cases", "sparse_cases", "partial_cases")),
 )
-TWO = ("gloo:dense_cases", "gloo:sparse_cases", "gloo:ddp_accumulation", "gloo:digits_cases")  # means of two are exact
+TWO = ("gloo:dense_cases", "gloo:sparse_cases", "gloo:ddp_accumulation", "gloo:digits_cases", "gloo:advised_cases")
+"""Means of two are exact."""
 THREE = (
     "no-group:late_groups",
     *(f"gloo:{module}" for module in ("dense_cases", "sparse_cases", "local_cases", "partial_cases")),

@@ -77,6 +77,10 @@ def _peer(by: str, **more: Any) -> Way:
     return Way(lambda run: {}, own_momentum=True, clips_after=True, by=by, **more)
 
 
+def _torch(advised: str = "") -> Way:
+    return _peer("torch", selects=False, advised=(advised, "fp32") if advised else None)
+
+
 def _periodic(advised: str, *, selects: bool = False, optimizers: tuple[str, ...] = ("adamw", "muon")) -> Way:
     return _peer("periodic", selects=selects, optimizers=optimizers, advised=(advised, "fp32"))
 
@@ -155,10 +159,11 @@ WAYS: dict[str, Way] = {
     "spardl teams=2": Way(lambda run: fitting(run, "spardl", options={"teams": 2})),
     "largest of the sum": Way(lambda run: fitting(run, LargestOfTheSum())),
     "dgc": Way(_dgc, optimizers=("sgd",)),
-    "torch DDP": _peer("torch", selects=False),
-    "torch bf16 hook": _peer("torch", selects=False),
-    **{f"torch PowerSGD hook{rank}": _peer("torch", selects=False) for rank in ("", " rank 1", " rank 4", " rank 8")},
-    "torch PostLocalSGD": _peer("torch", selects=False),
+    "torch DDP": _torch(),
+    "torch bf16 hook": _torch(),
+    "torch PowerSGD hook": _torch("torch-powersgd rank=2"),
+    **{f"torch PowerSGD hook rank {rank}": _torch(f"torch-powersgd rank={rank}") for rank in (1, 4, 8)},
+    "torch PostLocalSGD": _torch("torch-local-sgd sync_every=4"),
     "local-sgd": _periodic("local-sgd sync_every=4", optimizers=OPTIMIZERS),
     "local-sgd int8": _periodic("local-sgd sync_every=4 compress=int8", optimizers=OPTIMIZERS),
     "overlap-local-sgd": _periodic("overlap-local-sgd sync_every=4", optimizers=OPTIMIZERS),

@@ -11,6 +11,7 @@ import thinwire
 import torch
 import torch.distributed as dist
 from communicators import Link, SimulatedWorld
+from communicators.schedule import SLOT_BYTES
 from data_parallel import DistributedOptimizer, SparseHookState
 from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo
 from replicas import MuonAdamW, refuse_unlike
@@ -24,6 +25,9 @@ from thinwire.advice.recommendation import OPTIMIZERS, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import Situation
 from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements, measure_work
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.quick
@@ -31,7 +35,10 @@ pytestmark = pytest.mark.quick
 CPU = torch.device("cpu")
 LINK, SLOW = Link(200e-6, 80e-9), Link(30e-3, 8e-6)
 OPTIMIZERS_OF_WAYS = (DistributedOptimizer, DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo)
-NAMES = {"partial": partial, **{kind.__name__: kind for kind in OPTIMIZERS_OF_WAYS}}
+OF_TORCH = (PowerSGDState, powerSGD_hook, PostLocalSGDState, post_localSGD_hook, PeriodicModelAverager)
+NAMES = {"partial": partial, **{one.__name__: one for one in (*OPTIMIZERS_OF_WAYS, *OF_TORCH)}}
+OURS = [way for way in WAYS if way.code]
+OF_DDP = [way for way in WAYS if not way.code]
 
 
 def model_of(times=1):
@@ -77,7 +84,7 @@ def exchanged(optimizer):
 @pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize("way", OURS, ids=lambda way: way.name)
 def test_bytes_are_those_that_a_training_sends(way, ranks):
     """Of its busiest rank; beside them travels a little that does not grow with the model."""
 
@@ -102,7 +109,7 @@ def test_bytes_are_those_that_a_training_sends(way, ranks):
 @pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize("way", OURS, ids=lambda way: way.name)
 def test_rounds_cost_what_the_simulated_clock_says(way, ranks):
     """Behind a link where nothing counts but α. Two sums that are under way at once get in each other's way."""
 
@@ -114,7 +121,9 @@ def test_rounds_cost_what_the_simulated_clock_says(way, ranks):
             for p in model.parameters():
                 p.grad = torch.randn_like(p)
             exchanged(optimizer)
-        return comm.clock() - begin
+        seconds = comm.clock() - begin
+        getattr(optimizer, "finish", lambda: None)()
+        return seconds
 
     link = Link(30e-3, 0.0)
     told = way.predict([p.shape for p in model_of().parameters()], size=ranks, link=link, work=Work())
@@ -184,8 +193,8 @@ def test_assumed_shapes_have_all_elements(numel):
 
 def test_nothing_is_selected_for_muon():
     names = {p.algorithm for p, *_ in situation("muon").predictions()}
-    averaged = {"diloco", "streaming-diloco", "local-sgd", "overlap-local-sgd"}
-    assert names == {"dense", "dense-int8", "powersgd", *averaged}
+    averaged = {"diloco", "streaming-diloco", "local-sgd", "overlap-local-sgd", "torch-local-sgd"}
+    assert names == {"dense", "dense-int8", "powersgd", "torch-powersgd", *averaged}
     assert "UpdateOptimizer" not in recommend(situation("muon")).text
 
 
@@ -229,9 +238,12 @@ def loss_of(model, generator):
     return (model(x) - 2 * x[:, :40]).square().mean()
 
 
+FOR_DDP = {way.name for way in OF_DDP}
+
+
 @pytest.mark.slow
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("optimizer", "name"), PLANS)
+@pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if each.values[1] not in FOR_DDP])
 def test_a_plan_does_what_it_says(optimizer, name):
     """Every way that may be advised: it learns, and at the end ranks have the same model."""
     plan = planned(optimizer, name)
@@ -303,6 +315,9 @@ def test_a_density_of_ones_own_is_kept_to():
     assert algorithm == "dense" or ALGORITHMS[algorithm].selects
 
 
+WARNS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # importing PostLocalSGDOptimizer
+
+
 @pytest.fixture
 def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -310,9 +325,10 @@ def one_process():
     dist.destroy_process_group()
 
 
-IN_DDP = {"dense", "dense in bf16", "dense-int8", "powersgd rank=2", "powersgd rank=4"}
+IN_DDP = {"dense", "dense in bf16", "dense-int8", "powersgd rank=2", "powersgd rank=4", *FOR_DDP}
 
 
+@WARNS
 @pytest.mark.slow
 @pytest.mark.few(25)
 @pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if "teams" not in each.values[1]])
@@ -323,11 +339,15 @@ def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimiz
         with pytest.raises(ValueError, match="give the module itself"):
             plan.apply(ddp, inner, steps=10)
         return
-    assert plan.apply(ddp, inner, steps=10) == (ddp, inner)
+    same, wrapped = plan.apply(ddp, inner, steps=10)
+    assert same is ddp
+    assert wrapped is inner or name == "torch-local-sgd sync_every=4"
     loss_of(ddp, torch.Generator().manual_seed(0)).backward()
-    inner.step()
+    wrapped.step()
 
 
+@WARNS
+@pytest.mark.few(40)
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if each.values[1] in BY_NAME])
 def test_the_lines_run(optimizer, name, monkeypatch, one_process):
@@ -339,7 +359,10 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
     )
     text, model = recommend(found).text, model_of()
     assert text.startswith(f"Use {name}: ")
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
     names = NAMES | {"SparseHookState": SparseHookState, "torch": torch, "STEPS": 3}
+    names["PostLocalSGDOptimizer"] = PostLocalSGDOptimizer
     inner = inner_of(optimizer, model)
     names |= {"model": model, "inner": inner, "ddp": DistributedDataParallel(model), "optimizer": inner}
     run = 0
@@ -348,8 +371,54 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
         if where in ("Without DDP", "In DDP"):
             exec(code.replace(OPTIMIZERS[optimizer], "inner"), names)
             run += 1
-    assert run == (2 if name in IN_DDP else 1)
+    assert run == (2 if name in IN_DDP - FOR_DDP else 1)
     assert ("average()" in text) == (name not in IN_DDP)
+    for note in BY_NAME[name].note.splitlines():
+        assert note in text
+
+
+@pytest.mark.parametrize("way", OF_DDP, ids=lambda way: way.name)
+def test_hooks_ask_for_ddp(way):
+    model = model_of()
+    with pytest.raises(ValueError, match=f"{way.name} is a hook of DDP: give DistributedDataParallel"):
+        planned("sgd", way.name).apply(model, inner_of("sgd", model), steps=10)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_torchs_hook_reduces_the_elements_that_are_told(rank, one_process):
+    """As its own state counts them, for matrices, vectors, and filters that are too small to be compressed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 20, 5), torch.nn.Flatten(), torch.nn.Linear(20 * 16, 7))
+    ddp = DistributedDataParallel(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    BY_NAME[f"torch-powersgd rank={rank}"].in_ddp(ddp, inner, 0)
+    state, counts = ddp._comm_hooks[0][1], []
+    for _ in range(4):
+        ddp(torch.randn(2, 3, 8, 8)).square().mean().backward()
+        counts.append(state.total_numel_after_compression)
+    told = [BY_NAME[f"torch-powersgd rank={rank}"].sent(me, 2, [p.shape for p in model.parameters()]) for me in (0, 1)]
+    bodies = sum(traffic.nbytes - traffic.messages * SLOT_BYTES for traffic in told) / 2
+    assert bodies == 4 * (counts[-1] - counts[-2])
+
+
+def test_torchs_powersgd_is_refused_where_its_sums_may_part(one_process):
+    model = torch.nn.Linear(600, 500)
+    way = BY_NAME["torch-powersgd rank=2"]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for settings, most in (({}, 1), ({"bucket_cap_mb": 0.5}, 0.5)):
+        said = rf"1.1 MB of gradients are several buckets of {most} MB.*, bucket_cap_mb=2\)"
+        with pytest.raises(ValueError, match=said):
+            way.in_ddp(DistributedDataParallel(model, **settings), inner, 10)
+    way.in_ddp(DistributedDataParallel(model, bucket_cap_mb=2), inner, 10)
+
+
+def test_torchs_local_steps_begin_with_ddps_gradients():
+    """In `hidden` seconds of backward, and not with an average of models after every step."""
+    large = {"shapes": assumed_shapes(25_000_000), "numel": 25_000_000}
+    steps = {s.prediction.name: s for s in situation(hidden=0.005, **large).predictions()}
+    torchs, ours, dense = (steps[name] for name in ("torch-local-sgd sync_every=4", "local-sgd sync_every=4", "dense"))
+    assert torchs.seconds == ours.seconds
+    assert torchs.mean == pytest.approx(0.1 * dense.seconds + 0.9 * torchs.seconds)
 
 
 @pytest.mark.slow

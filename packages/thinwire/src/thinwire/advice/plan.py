@@ -155,10 +155,11 @@ class Plan:
     def _other(self, way: Way, model: nn.Module, optimizer: Optimizer, steps: int | None, comm: Any) -> Optimizer:
         """A way that selects nothing."""
         ddp, total = _in_ddp(model), USUAL_STEPS if steps is None else steps
-        if ddp is not None and way.settings is not None:
-            SparseHookState.for_model(ddp, optimizer, **way.settings(total))
-            return optimizer
+        if ddp is not None and way.in_ddp is not None:
+            return way.in_ddp(ddp, optimizer, total)
         _refuse_ddp(ddp, way.name)
+        if not way.code:
+            raise ValueError(f"{way.name} is a hook of DDP: give DistributedDataParallel(model), not the module itself")
         made = way.make(optimizer, model, comm, steps=total, every=way.every)
         for group in optimizer.param_groups if way.rate != 1 and self.situation.optimizer != "muon" else ():
             for rate in {"lr", "initial_lr"} & group.keys():

@@ -170,13 +170,15 @@ def _lines(situation: Situation, p: Prediction) -> list[str]:
 def _other_lines(situation: Situation, p: Prediction) -> list[str]:
     """Code of a way that selects nothing, and what it asks of the training."""
     way = BY_NAME[p.variant]
-    lines = [f"Without DDP: optimizer = {way.code.replace('OPTIMIZER', OPTIMIZERS[situation.optimizer])}"]
-    if way.hook:
-        lines = [f"In DDP: state = {way.hook}", *lines]
+    lines = [f"In DDP: {way.hook}"] if way.hook else []
+    if way.code:
+        lines.append(f"Without DDP: optimizer = {way.code.replace('OPTIMIZER', OPTIMIZERS[situation.optimizer])}")
     if way.dense_share:
         lines.append(f"STEPS: the first {way.dense_share:.0%} of yours, in which all is sent.")
-    if way.every > 1:
+    if way.every > 1 and way.code:
         lines.append("Call optimizer.average() after every optimizer.step(), and optimizer.finish() at the end.")
+    if way.note:
+        lines.append(way.note)
     if way.rate != 1 and situation.optimizer != "muon":
         lines.append(f"Take {way.rate:g} of your learning rate: blocks of steps go further than their mean.")
     return lines

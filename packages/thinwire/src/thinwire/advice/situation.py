@@ -111,7 +111,7 @@ class Situation:
         for way in WAYS:
             if way.name in self.work and self.optimizer in way.optimizers:
                 p = way.predict(self.shapes, size=self.ranks, link=self.link, work=self.work[way.name])
-                hidden = self.hidden if way.every == 1 else 0.0
+                hidden = self.hidden if way.early else 0.0
                 seconds = prediction.step_seconds(p, compute=self.compute, backward=hidden)
                 found.append(Step(p, seconds - min(way.hides * self.compute, p.latency + p.transfer), 0.0))
         return found
@@ -123,7 +123,7 @@ class Situation:
             way = BY_NAME.get(p.variant)
             whole = way.dense_share if way else 0.0
             dense = self._seconds(self._sending(p, 1.0), 1.0) if whole else 0.0
-            if way and way.every > 1:  # an exchange of its own after every step
+            if way and way.every > 1 and way.code:  # an exchange of its own after every step
                 dense = self.compute + way.every * p.seconds
             return whole * dense + (1 - whole) * step.seconds
         sent = shares(p.density).items()

@@ -2,7 +2,8 @@
 
 A way is advised where the record of `python -m bench convergence` knows how it learns, with the settings that stand
 here. Those of the periodic ones: MuLoCo (Thérien et al., 2025), Streaming DiLoCo (Douillard et al., 2025), SparseLoCo
-(Sarfi et al., 2025), post-local SGD (Lin et al., 2020), Overlap-Local-SGD (Wang et al., 2020).
+(Sarfi et al., 2025), post-local SGD (Lin et al., 2020), Overlap-Local-SGD (Wang et al., 2020). The sums
+of torch's own ways are reckoned in the messages of ours.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from communicators import Communicator, Link, SimulatedWorld
-from data_parallel import DistributedOptimizer, powersgd_sent
+from data_parallel import DistributedOptimizer, SparseHookState, powersgd_sent
 from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo
 from sparse_collectives import Prediction, Traffic, prediction
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 Shapes = Sequence[torch.Size]
+InDDP = Callable[[DistributedDataParallel, Optimizer, int], Optimizer]
 ADAMS, ALL = ("adam", "adamw"), ("sgd", "adam", "adamw", "muon")
 WARM_UP = 10
 """A tenth of the steps is dense before PowerSGD begins, and before models are averaged every few steps."""
@@ -32,6 +36,8 @@ MEAN, MEAN_CODE = partial(torch.optim.SGD, lr=1.0), "partial(torch.optim.SGD, lr
 """Outer optimizer that takes the mean as it is."""
 CHUNK, SPARSELOCO_DENSITY = 4096, 0.021
 FRAGMENTS = 4
+FIRST_BUCKET = 1 << 20
+"""Bytes of DDP's first bucket, where it was given no size."""
 SIDE = 1024
 """Parameters of which no shapes are known are taken for matrices of so many rows and columns."""
 MOST_ELEMENTS = 1 << 20
@@ -52,10 +58,12 @@ class Way:
     """One way, with its settings.
 
     sent: (rank, size, shapes) -> traffic of an exchange. make: (optimizer, model, comm, steps=, every=) -> the wrapped
-    optimizer; steps: of the training. code: the same as text. hook: that of DDP as text, where there is one; settings:
-    (steps) -> its own. every: steps between two exchanges. density: share of elements that is sent.
-    gathers: whether a rank gets a message of each other one, so that its work grows with the ranks. hides: share of the
-    steps from one exchange to the next during which it goes on. fragments: of which each exchange is one.
+    optimizer; steps: of the training. code: the same as text, "" where it is for DDP alone: `make` is then of ours that
+    does the same work. in_ddp: (ddp, optimizer, steps) -> the optimizer to step, where DDP has a hook for it; hook: the
+    same as text. note: what else it asks of the training. every: steps between two exchanges. density: share of
+    elements that is sent. early: whether buckets travel during backward. gathers: whether a rank gets a message of
+    each other one, so that its work grows with the ranks. hides:
+    share of the steps from one exchange to the next during which it goes on. fragments: of which each exchange is one.
     dense_share: share of the steps that are dense first. rate: factor for the learning rate of Adam. optimizers: inner
     ones that it is for.
     """
@@ -64,11 +72,13 @@ class Way:
     sent: Callable[[int, int, Shapes], Traffic]
     make: Callable[..., Optimizer]
     code: str
+    in_ddp: InDDP | None = None
     hook: str = ""
-    settings: Callable[[int], dict[str, Any]] | None = None
+    note: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     every: int = 1
     density: float = 1.0
+    early: bool = False
     gathers: bool = False
     hides: float = 0.0
     fragments: int = 1
@@ -113,11 +123,86 @@ def _compressed(algorithm: str, sent: Callable[[int, int, Shapes], Traffic], *, 
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         return DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **settings(steps))
 
+    def in_ddp(ddp: DistributedDataParallel, optimizer: Optimizer, steps: int) -> Optimizer:
+        SparseHookState.for_model(ddp, optimizer, **settings(steps))
+        return optimizer
+
     code = f'algorithm="{algorithm}"{code}'
     whole = f"DistributedOptimizer(OPTIMIZER, model.named_parameters(), {code})"
-    in_ddp: dict[str, Any] = {"settings": settings, "hook": f"SparseHookState.for_model(ddp, optimizer, {code})"}
+    hook = f"state = SparseHookState.for_model(ddp, optimizer, {code})"
     dense_share = 0.0 if rank is None else 1 / WARM_UP
-    return Way(algorithm, sent, make, whole, options=options, dense_share=dense_share, **in_ddp)
+    return Way(algorithm, sent, make, whole, in_ddp, hook, options=options, early=True, dense_share=dense_share)
+
+
+def _torch_powersgd(rank: int) -> Way:
+    """Torch's hook, its work taken to be that of ours. One bucket, as below, hides nothing behind backward."""
+
+    def sent(me: int, size: int, shapes: Shapes) -> Traffic:
+        """Three sums: vectors and small matrices, P of all other matrices n × m, and Q."""
+        matrices = [(shape[0], shape.numel() // shape[0]) for shape in shapes if shape.numel()]
+        low = [(n, m) for n, m in matrices if (n + m) * min(n, m, rank) < n * m]
+        dense = elements(shapes) - sum(n * m for n, m in low)
+        p, q = sum(n * min(n, m, rank) for n, m in low), sum(m * min(n, m, rank) for n, m in low)
+        return Traffic.total(*(Traffic.allreduce(4 * numel, me, size, 4) for numel in (dense, p, q)))
+
+    def in_ddp(ddp: DistributedDataParallel, optimizer: Optimizer, steps: int) -> Optimizer:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        _refuse_buckets(ddp)
+        how: dict[str, Any] = {"start_powerSGD_iter": max(2, steps // WARM_UP), "min_compression_rate": 1}
+        ddp.register_comm_hook(PowerSGDState(ddp.process_group, rank, **how), powerSGD_hook)
+        return optimizer
+
+    made = "PowerSGDState(None, matrix_approximation_rank={}, start_powerSGD_iter=STEPS, min_compression_rate=1)"
+    hook = f"ddp.register_comm_hook({made.format(rank)}, powerSGD_hook)"
+    note = (
+        "Both are in torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook. Over gloo make the DDP with a "
+        "bucket_cap_mb that all gradients fit in."
+    )
+    settings: dict[str, Any] = {"options": {"rank": rank}, "dense_share": 1 / WARM_UP}
+    return Way(
+        "torch-powersgd", sent, _compressed("powersgd", sent, rank=rank).make, "", in_ddp, hook, note, **settings
+    )
+
+
+def _refuse_buckets(ddp: DistributedDataParallel) -> None:
+    """Raises ValueError where torch's PowerSGD hook may hang: over gloo each bucket's sums start as others end."""
+    nbytes = sum(p.nbytes for p in ddp.parameters() if p.requires_grad)
+    most = FIRST_BUCKET if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    if nbytes >= most and dist.get_backend(ddp.process_group) != "nccl":
+        raise ValueError(
+            f"{nbytes / 2**20:.1f} MB of gradients are several buckets of {most / 2**20:g} MB, whose sums torch's "
+            "PowerSGD hook starts in an order of its own on each rank: make it DistributedDataParallel(model, "
+            f"bucket_cap_mb={nbytes // 2**20 + 1})"
+        )
+
+
+def _torch_local() -> Way:
+    """Torch's post-local SGD: DDP's gradients at first, then averages of models."""
+
+    def in_ddp(ddp: DistributedDataParallel, optimizer: Optimizer, steps: int) -> Optimizer:
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer  # imported here, since that warns
+
+        group, first = ddp.process_group, steps // WARM_UP
+        state = post.PostLocalSGDState(group, None, first, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
+        ddp.register_comm_hook(state, post.post_localSGD_hook)
+        averager = PeriodicModelAverager(period=4, warmup_steps=first, process_group=group)
+        return PostLocalSGDOptimizer(optim=optimizer, averager=averager)
+
+    state = "PostLocalSGDState(None, None, STEPS, post_local_gradient_allreduce=False)"
+    averager = "PeriodicModelAverager(4, warmup_steps=STEPS)"
+    hook = (
+        f"ddp.register_comm_hook({state}, post_localSGD_hook); optimizer = PostLocalSGDOptimizer(optimizer, {averager})"
+    )
+    note = (
+        "They are in torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook, .model_averaging.averagers and "
+        "torch.distributed.optim. Ranks' models differ between averages: before an evaluation, a checkpoint and at the "
+        "end average_parameters(ddp.parameters(), None), of .model_averaging.utils."
+    )
+    settings: dict[str, Any] = {"options": {"sync_every": 4}, "every": 4, "dense_share": 1 / WARM_UP}
+    return Way("torch-local-sgd", _model_sent, _local().make, "", in_ddp, hook, note, **settings)
 
 
 def _power_sgd_sent(columns: int, rank: int, size: int, shapes: Shapes) -> Traffic:
@@ -214,8 +299,10 @@ def _sparse_loco(every: int) -> Way:
 WAYS: tuple[Way, ...] = (
     _compressed("dense-int8", lambda rank, size, shapes: Traffic.quantised(elements(shapes), rank, size)),
     *(_compressed("powersgd", partial(_power_sgd_sent, columns), rank=columns) for columns in (2, 4)),
+    *map(_torch_powersgd, (1, 2, 4, 8)),
     _local(),
     _local(int8=True),
+    _torch_local(),
     _overlap(),
     _diloco(5),
     _diloco(30, rate=0.5),
@@ -248,7 +335,10 @@ def measure_work(shapes: Shapes, device: torch.device) -> dict[str, Work]:
     numel, without = elements(few), _seconds(None, few, device, 1)
     measured: dict[Any, Work] = {}  # of ways whose exchange is the same
     for way in WAYS:
-        same = way.algorithm, *((key, value) for key, value in way.options.items() if key != "sync_every")
+        same = (
+            way.algorithm.removeprefix("torch-"),
+            *((key, value) for key, value in way.options.items() if key != "sync_every"),
+        )
         if same not in measured:
             seconds = [max(0.0, _seconds(way, few, device, ranks) - without) / numel for ranks in MEASURED_RANKS]
             measured[same] = _work(seconds) if way.gathers else Work(statistics.mean(seconds))
