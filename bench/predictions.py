@@ -38,7 +38,7 @@ DENSITIES = (0.01, 0.001)
 FEWER_BYTES = "bf16-packed"
 WIDTH = 1024
 SAME = "diloco sync_every=30"  # whose exchange is another's
-OTHERS = tuple(name for name, way in BY_NAME.items() if name != SAME and way.code)
+OTHERS = tuple(name for name, way in BY_NAME.items() if name != SAME and way.code and not way.quorum)
 MANY_RANKS, MANY_MBIT, MANY_MS, MANY_LAYERS, MANY_REPEATS = 8, 10.0, 10.0, 1, 2
 """1 Gbit/s and 0.1 ms at a hundredth, and a million parameters."""
 MANY_ALGORITHMS = ("dense", "gtopk", "spardl")

@@ -76,6 +76,7 @@ def test_json(capsys):
     assert set(found) == {
         *("parameters", "ranks", "device", "compute_seconds", "overlapped_seconds", "link", "pairs", "handling"),
         *("optimizer", "predictions", "recommendation", "taken_by_others", "warning", "seconds_per_byte", "unequal"),
+        "stragglers",
     }
     assert (found["parameters"], found["ranks"], found["pairs"]) == (25_000_000, 14, None)
     assert found["link"] == {"name": "10gbit", "alpha": 30e-6, "beta": 0.8e-9}

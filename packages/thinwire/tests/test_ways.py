@@ -14,6 +14,7 @@ from communicators import Link, SimulatedWorld
 from communicators.schedule import SLOT_BYTES
 from data_parallel import DistributedOptimizer, SparseHookState
 from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo
+from partial_collectives import EagerSGD
 from replicas import MuonAdamW, refuse_unlike
 from sparse_collectives import ALGORITHMS, Handling
 from sparse_collectives.prediction import step_seconds
@@ -24,6 +25,7 @@ from thinwire.advice.plan import KINDS, Plan
 from thinwire.advice.recommendation import OPTIMIZERS, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import Situation
+from thinwire.advice.stragglers import Stragglers
 from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements, measure_work
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.quick
 
 CPU = torch.device("cpu")
 LINK, SLOW = Link(200e-6, 80e-9), Link(30e-3, 8e-6)
-OPTIMIZERS_OF_WAYS = (DistributedOptimizer, DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo)
+OPTIMIZERS_OF_WAYS = (DistributedOptimizer, DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo, EagerSGD)
 OF_TORCH = (PowerSGDState, powerSGD_hook, PostLocalSGDState, post_localSGD_hook, PeriodicModelAverager)
 NAMES = {"partial": partial, **{one.__name__: one for one in (*OPTIMIZERS_OF_WAYS, *OF_TORCH)}}
 OURS = [way for way in WAYS if way.code]
@@ -97,6 +99,7 @@ def test_bytes_are_those_that_a_training_sends(way, ranks):
                 p.grad = torch.randn_like(p)
             exchanged(optimizer)
             counts.append(comm.bytes_sent)
+        getattr(optimizer, "finish", lambda: None)()
         return (counts[-1] - counts[0]) / 4
 
     shapes = [p.shape for p in model_of(4).parameters()]
@@ -194,7 +197,7 @@ def test_assumed_shapes_have_all_elements(numel):
 def test_nothing_is_selected_for_muon():
     names = {p.algorithm for p, *_ in situation("muon").predictions()}
     averaged = {"diloco", "streaming-diloco", "local-sgd", "overlap-local-sgd", "torch-local-sgd"}
-    assert names == {"dense", "dense-int8", "powersgd", "torch-powersgd", *averaged}
+    assert names == {"dense", "dense-int8", "powersgd", "torch-powersgd", "eager-solo", "eager-majority", *averaged}
     assert "UpdateOptimizer" not in recommend(situation("muon")).text
 
 
@@ -351,7 +354,8 @@ def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimiz
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if each.values[1] in BY_NAME])
 def test_the_lines_run(optimizer, name, monkeypatch, one_process):
-    found = situation(optimizer)
+    late = Stragglers.told({10.0: 0.2}) if name.startswith("eager") else None
+    found = situation(optimizer, stragglers=late)
     steps = [s for s in found.predictions() if s.prediction.name in ("dense", name)]
     monkeypatch.setattr(Situation, "predictions", lambda self: steps)
     monkeypatch.setattr(
@@ -372,7 +376,7 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
             exec(code.replace(OPTIMIZERS[optimizer], "inner"), names)
             run += 1
     assert run == (2 if name in IN_DDP - FOR_DDP else 1)
-    assert ("average()" in text) == (name not in IN_DDP)
+    assert ("average()" in text) == (name not in IN_DDP and not name.startswith("eager"))
     for note in BY_NAME[name].note.splitlines():
         assert note in text
 

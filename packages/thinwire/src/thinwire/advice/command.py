@@ -7,6 +7,7 @@ Examples:
   torchrun --nproc-per-node 8 -m thinwire advise --parameters 25e6 --step-seconds 0.25
   thinwire advise --parameters 25e6 --step-seconds 0.25 --link 10gbit --ranks 32
   thinwire advise --parameters 25e6 --step-seconds 0.25 --bandwidth 2gbit --latency 80us
+  thinwire advise --parameters 25e6 --step-seconds 0.25 --link 10gbit --stragglers 5%:300ms 0.1%:10s
 
 FACTORY() returns (model, loss): a torch.nn.Module, and a function without arguments that runs forward on one batch of
 yours and returns the loss. It is called with the device as torch's default, so what it makes is already there.
@@ -26,6 +27,7 @@ from thinwire.advice.measuring import NoAdvice, Trained, device_of, find_out, jo
 from thinwire.advice.recommendation import OPTIMIZERS
 from thinwire.advice.report import as_json, as_text, check_plot, plot
 from thinwire.advice.situation import DENSITIES, LINKS, Situation
+from thinwire.advice.stragglers import Stragglers
 
 MOST_DENSITIES = 16
 COMMAND = "thinwire advise"
@@ -42,7 +44,7 @@ def quantity(expected: str, least: float, most: float, *, units: Units = ALONE, 
 
     def parsed(text: str) -> float:
         lowered = text.strip().lower()
-        number = lowered.rstrip(ascii_lowercase + "µ/")
+        number = lowered.rstrip(ascii_lowercase + "µ/%")
         try:
             value = float(number) * units[lowered.removeprefix(number)]
         except (ValueError, KeyError):
@@ -52,6 +54,21 @@ def quantity(expected: str, least: float, most: float, *, units: Units = ALONE, 
         return int(value) if whole else value
 
     return parsed
+
+
+SHARE = quantity("0 < share <= 1, such as 5% or 0.05", sys.float_info.min, 1, units={"": 1.0, "%": 0.01})
+DELAY = quantity("seconds > 0, a time such as 300ms", sys.float_info.min, sys.float_info.max, units=TIMES)
+MEASURED = "measured"
+
+
+def late(text: str) -> tuple[float, float] | str:
+    """Type of --stragglers: (seconds, share of the steps), or `MEASURED`."""
+    share, colon, seconds = text.partition(":")
+    if text == MEASURED:
+        return MEASURED
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text} given, expected SHARE:TIME such as 5%:300ms, or {MEASURED}")
+    return DELAY(seconds), SHARE(share)
 
 
 PARAMETERS = quantity("a whole number of 1 or more, 1,000,000,000,000,000 at most", 1, 10**15, whole=True)
@@ -76,6 +93,12 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--bandwidth": {"type": BANDWIDTH, "metavar": "RATE", "help": "assume one of your own: 1gbit; alone: Gbit/s"},
     "--latency": {"type": LATENCY, "metavar": "TIME", "help": "of a message, with --bandwidth: 50us; alone: s"},
     "--ranks": {"type": RANKS, "metavar": "P", "help": "of an assumed network: how many, default 32"},
+    "--stragglers": {
+        "type": late,
+        "metavar": "SHARE:TIME",
+        "nargs": "+",
+        "help": "in a share of its steps each rank is so late, such as 5%%:300ms; or, with --model: measured",
+    },
     "--device": {"help": "where gradients are, default cuda where there is one, else cpu"},
     "--no-overlap": {"action": "store_true", "help": "the exchange comes after backward, not during it"},
     "--json": {"action": "store_true", "help": "one JSON object instead of text"},
@@ -99,7 +122,8 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags; exits with status 2, and says why, where they make no sense.
 
-    assumed: the Link that is assumed by any of them, or None. chosen: whether --density was given.
+    assumed: the Link that is assumed by any of them, or None. late: the Stragglers that are, or None. chosen: whether
+    --density was given.
     """
     parser = _parser()
     flags = parser.parse_args(argv)
@@ -110,6 +134,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     own = None if flags.bandwidth is None else Link(flags.latency, 8e-9 / flags.bandwidth)
     flags.assumed = LINKS.get(flags.link, own)
     flags.ranks = flags.ranks or (32 if flags.assumed else None)
+    try:
+        told = None if flags.stragglers in (None, [MEASURED]) else Stragglers.told(dict(flags.stragglers))
+    except ValueError as wrong:
+        parser.error(f"--stragglers: {wrong}")
+    flags.late = told
     return flags
 
 
@@ -139,6 +168,8 @@ def _contradiction(flags: argparse.Namespace) -> str:
     if flags.ranks and not flags.link and not any(own):
         real = "real ranks are started by mpiexec -n P or torchrun --nproc-per-node P"
         return f"--ranks goes with --link, or --bandwidth and --latency; {real}"
+    if flags.stragglers and MEASURED in flags.stragglers and (len(flags.stragglers) > 1 or not flags.model):
+        return f"--stragglers {MEASURED} stands alone, and needs --model: the steps of this are measured"
     if flags.chosen and flags.optimizer == "muon":
         return "--density is of a selection, and nothing is selected for muon: leave it out"
     if len(flags.density) > MOST_DENSITIES:
@@ -164,7 +195,7 @@ def _situation(flags: argparse.Namespace, comm: Communicator, say: Callable[[str
     device = on_every_rank(lambda: device_of(flags.device, comm), comm)
     if flags.model:
         say(f"measuring forward and backward of {flags.model}")
-        trained = measured_model(flags.model, comm, device)
+        trained = measured_model(flags.model, comm, device, late=flags.stragglers == [MEASURED])
     else:
         trained = Trained.of_numbers(flags.parameters, flags.step_seconds)
     return find_out(
@@ -177,6 +208,7 @@ def _situation(flags: argparse.Namespace, comm: Communicator, say: Callable[[str
         link=flags.assumed,
         link_name=flags.link or "given",
         overlap=not flags.no_overlap,
+        stragglers=flags.late,
         optimizer=flags.optimizer,
         chosen=flags.chosen,
     )

@@ -21,12 +21,15 @@ from communicators import Alone, Communicator, Link, allgather, as_communicator,
 from sparse_collectives import WIRES, prediction
 
 from thinwire.advice.situation import LINKS, TINY, Situation
+from thinwire.advice.stragglers import Stragglers
 from thinwire.advice.ways import Shapes, Work, assumed_shapes, elements, measure_work
 
 T = TypeVar("T")
 Loss = Callable[[], torch.Tensor]
 Clock = Callable[[], float]
 REPEATS = 3
+LATE_REPEATS = 20
+"""Steps by which late ranks are known, where they are measured."""
 PROBE_SECONDS = 0.1
 PATH_BYTES = 1 << 17
 
@@ -77,13 +80,15 @@ class Trained(NamedTuple):
     """Training that is asked about.
 
     shapes: of the trained parameters. tiny: elements in tensors of fewer than `TINY`, as far as known. compute: seconds
-    of forward and backward. backward: seconds of backward.
+    of forward and backward. backward: seconds of backward. times: seconds of some of this rank's steps, from which late
+    ranks are to be known.
     """
 
     shapes: Shapes
     tiny: int
     compute: float
     backward: float
+    times: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, shapes: Shapes, step_seconds: float) -> Trained:
@@ -108,14 +113,20 @@ def find_out(
     link: Link | None,
     link_name: str,
     overlap: bool,
+    stragglers: Stragglers | None = None,
     **asked: Any,
 ) -> Situation:
     """The situation, alike on every rank. Collective.
 
-    say: is told what is being measured. link: assumed; None: it is measured. asked: the other fields of `Situation`.
+    say: is told what is being measured. link: assumed; None: it is measured. stragglers: assumed. asked: the other
+    fields of `Situation`.
     """
     taken, handling, numel = [share_taken(comm)], {}, elements(trained.shapes)
     compute, backward = prediction.slowest([trained.compute, trained.backward], comm)
+    if trained.times:
+        times = _of_all(trained.times, comm)
+        least, stragglers = min(map(min, times)), Stragglers.measured(times)
+        compute, backward = least, backward * least / compute
     costs: dict[str, Any] = {"numel": numel, "device": device, "size": ranks, "wires": WIRES}
     for number, density in enumerate(densities, 1):
         say(f"measuring selecting and merging at density {density:g} ({number} of {len(densities)})")
@@ -139,9 +150,17 @@ def find_out(
         tiny=trained.tiny,
         shapes=trained.shapes,
         work=work,
+        stragglers=stragglers,
         **network,
         **asked,
     )
+
+
+def _of_all(own: Sequence[float], comm: Communicator) -> list[list[float]]:
+    """Every rank's numbers, of which each has as many as it likes. Collective."""
+    message = torch.tensor(own, dtype=torch.float64).view(torch.uint8)
+    gathered = allgather(message.to(comm.device), comm)
+    return [each.cpu().view(torch.float64).tolist() for each in gathered]
 
 
 def slowest_work(own: Mapping[str, Work], comm: Communicator) -> dict[str, Work]:
@@ -165,8 +184,8 @@ def share_taken(comm: Communicator, *, clock: Clock = time.perf_counter, cpu: Cl
     return prediction.slowest([max(0.0, 1 - run / wall)], comm)[0]
 
 
-def measured_model(name: str, comm: Communicator, device: torch.device) -> Trained:
-    """The user's model with the seconds of the slowest rank's step.
+def measured_model(name: str, comm: Communicator, device: torch.device, *, late: bool = False) -> Trained:
+    """The user's model with the seconds of the slowest rank's step; of more steps, where late ranks are to be known.
 
     Collective. Raises NoAdvice on all ranks if the user's code fails on any.
     """
@@ -181,9 +200,10 @@ def measured_model(name: str, comm: Communicator, device: torch.device) -> Train
     if said := other_dtype(model):
         raise NoAdvice(f"--model {name}: {said}")
     step = partial(_step_seconds, name, model, loss, comm, device)
-    times = [on_every_rank(step, comm) for _ in range(REPEATS + 1)]
+    times = [on_every_rank(step, comm) for _ in range((LATE_REPEATS if late else REPEATS) + 1)]
     forward, backward = prediction.slowest([statistics.median(part) for part in zip(*times[1:], strict=True)], comm)
-    return Trained.of(shapes, forward + backward)._replace(backward=backward)
+    seconds = tuple(map(sum, times[1:])) if late else ()
+    return Trained.of(shapes, forward + backward)._replace(backward=backward, times=seconds)
 
 
 def other_dtype(model: torch.nn.Module) -> str:

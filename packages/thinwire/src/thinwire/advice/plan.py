@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from thinwire.advice.measuring import Trained, device_of, find_out, join, other_
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import DENSITIES, LINKS, Situation
+from thinwire.advice.stragglers import Stragglers
 from thinwire.advice.ways import BY_NAME, Way
 
 USUAL_STEPS = 1000
@@ -35,6 +37,7 @@ def advise(
     ranks: int | None = None,
     density: float | Iterable[float] | None = None,
     overlap: bool | None = None,
+    stragglers: Mapping[float, float] | Sequence[float] | None = None,
     comm: Any = None,
 ) -> Plan:
     """Predicts training this model with every way to exchange, and recommends one. Takes seconds.
@@ -52,6 +55,8 @@ def advise(
         ranks: With `link`: how many there will be.
         density: One or several that are to be considered; yours are advised even if they are known to learn worse.
         overlap: Whether gradients travel during backward; default: where the model is in DDP.
+        stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}; or seconds of steps
+            of this rank as measured, without exchanges, of which the fastest of all stands for `steps_per_second`.
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
@@ -62,12 +67,13 @@ def advise(
     densities = sorted({density} if isinstance(density, float | int) else set(density or DENSITIES), reverse=True)
     if wrong := _wrong(model, steps_per_second, link, ranks, densities):
         raise ValueError(wrong)
+    told, times = _late(stragglers)
     if density is not None and name == "muon":
         raise ValueError("density is of a selection, and nothing is selected for muon: leave it out")
     assumed = LINKS[link] if isinstance(link, str) else link
     comm = join(assumed, comm)
     situation = find_out(
-        Trained.of([p.shape for p in trained], 1 / steps_per_second),
+        Trained.of([p.shape for p in trained], 1 / steps_per_second)._replace(times=times),
         comm,
         lambda _: None,
         device=device_of(str(trained[0].device), comm),
@@ -76,6 +82,7 @@ def advise(
         link=assumed,
         link_name=link if isinstance(link, str) else "given",
         overlap=isinstance(model, DistributedDataParallel) if overlap is None else overlap,
+        stragglers=told,
         optimizer=name,
         chosen=density is not None,
     )
@@ -184,6 +191,19 @@ def _wrong(
     if not any(p.numel() for p in model.parameters() if p.requires_grad):
         return "no parameter of the model requires a gradient"
     return other_dtype(model)
+
+
+def _late(stragglers: Mapping[float, float] | Sequence[float] | None) -> tuple[Stragglers | None, tuple[float, ...]]:
+    """Late ranks as told, or seconds of this rank's steps. Raises ValueError."""
+    if isinstance(stragglers, Mapping):
+        return Stragglers.told(stragglers), ()
+    times = tuple(stragglers or ())
+    if stragglers is not None and (len(times) < 2 or not all(0 < seconds < math.inf for seconds in times)):
+        raise ValueError(
+            f"stragglers is {stragglers!r}, expected {{seconds late: share of the steps}}, or seconds above 0 of 2 or "
+            "more steps of this rank"
+        )
+    return None, times
 
 
 def _named(optimizer: str | Optimizer) -> str:

@@ -133,13 +133,18 @@ def _reason(rule: str, taken: Prediction, other: Step | None) -> str:
 def _leave_off(situation: Situation, dense: float, best: float) -> list[str]:
     gain = f"the most that any gains is {dense / best - 1:.0%}"
     gain = gain if dense > best else "none that learns well enough makes it shorter"
-    return [f"Leave it off: the network is {1 - situation.compute / dense:.0%} of your step, and {gain}."]
+    return [f"Leave it off: {_spent(situation, dense)} of your step, and {gain}."]
+
+
+def _spent(situation: Situation, dense: float) -> str:
+    what = "late ranks and the network are" if situation.stragglers else "the network is"
+    return f"{what} {1 - situation.compute / dense:.0%}"
 
 
 def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     """The gain, then what to write."""
     p, later, mean = taken
-    network = f"The network is {1 - situation.compute / dense:.0%} of a dense step."
+    network = f"{_spent(situation, dense).capitalize()} of a dense step."
     gain = f"a step takes {_seconds(mean)} instead of {_seconds(dense)}, {dense / mean:.1f} times as fast"
     if p.algorithm == "dense":
         hook = f'state = SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="{p.wire}")'

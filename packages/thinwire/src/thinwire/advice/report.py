@@ -64,6 +64,7 @@ def as_json(situation: Situation) -> str:
     """The same as one object; seconds and bytes throughout."""
     steps, advice = situation.predictions(), recommend(situation)
     row = partial(_row, situation, dense=dense_step(steps))
+    late = situation.stragglers
     words = {"rule": advice.rule, "reason": advice.reason, "text": advice.text}
     found = {
         "parameters": situation.numel,
@@ -76,6 +77,7 @@ def as_json(situation: Situation) -> str:
         "pairs": situation.pairs and vars(situation.pairs),
         "seconds_per_byte": situation.paths and situation.paths.slower,
         "unequal": _unequal(situation),
+        "stragglers": late and {"mean_seconds": late.mean(situation.ranks), "last_seconds": late.late(situation.ranks)},
         "taken_by_others": situation.taken,
         "warning": _warning(situation),
         "handling": [{"density": density, **costs._asdict()} for density, costs in situation.handling.items()],
@@ -150,6 +152,9 @@ def _premises(situation: Situation) -> str:
     overlap = f"buckets travel during the {hidden} ms of backward" if situation.hidden else "no overlap"
     lines = [f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}"]
     lines.append(f"{situation.ranks} ranks, {_network(situation)}")
+    if late := situation.stragglers:
+        mean, waited = map(prediction.milliseconds, (late.mean(situation.ranks), late.late(situation.ranks)))
+        lines.append(f"a rank is late by {mean} ms a step in the mean, the last of all by {waited} ms")
     for density, own in situation.handling.items():
         merge = [1e9 * own.merge[name] for name in ALGORITHMS if name in own.merge]
         lines.append(

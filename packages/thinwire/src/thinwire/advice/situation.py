@@ -9,7 +9,8 @@ from sparse_collectives import ALGORITHMS, Handling, Prediction, prediction
 from sparse_compress import TopK
 
 from thinwire.advice.accuracy import MOST_BEHIND, Known, known, shares
-from thinwire.advice.ways import BY_NAME, WAYS, Shapes, Work
+from thinwire.advice.stragglers import Stragglers
+from thinwire.advice.ways import BY_NAME, WAYS, Shapes, Way, Work
 
 LINKS = {
     "100mbit": Link(200e-6, 80e-9),
@@ -45,7 +46,8 @@ class Situation:
     "muon". tiny: elements of tensors of fewer than `TINY`, which are summed whole beside a selection from updates;
     of numbers without a model they are not known. chosen: the densities are the user's own, not the usual ones.
     shapes: of the trained parameters. work: a rank's own in the ways that select no entries, by name, see
-    `measure_work`; those without are not predicted.
+    `measure_work`; those without are not predicted. stragglers: how late ranks are, for which `compute` has no time;
+    None: nobody is.
     """
 
     numel: int
@@ -64,6 +66,7 @@ class Situation:
     shapes: Shapes = ()
     work: Mapping[str, Work] = field(default_factory=dict)
     paths: Paths | None = None
+    stragglers: Stragglers | None = None
 
     @property
     def sends_updates(self) -> bool:
@@ -106,15 +109,25 @@ class Situation:
         return sorted((step._replace(mean=self._mean(step)) for step in steps), key=lambda step: step.mean)
 
     def _others(self) -> list[Step]:
-        """Ways that select no entries. What is exchanged after a block is hidden by the steps of the next, or not."""
+        """Ways that select no entries."""
         found = []
         for way in WAYS:
             if way.name in self.work and self.optimizer in way.optimizers:
                 p = way.predict(self.shapes, size=self.ranks, link=self.link, work=self.work[way.name])
-                hidden = self.hidden if way.early else 0.0
-                seconds = prediction.step_seconds(p, compute=self.compute, backward=hidden)
-                found.append(Step(p, seconds - min(way.hides * self.compute, p.latency + p.transfer), 0.0))
+                found.append(Step(p, self._of_way(way, p), 0.0))
         return found
+
+    def _of_way(self, way: Way, p: Prediction) -> float:
+        """Seconds of a step. Steps may hide what is exchanged meanwhile, and that ranks began it late."""
+        if way.quorum and self.stragglers:
+            return self.stragglers.eager(self.ranks, way.quorum, compute=self.compute, exchange=p.seconds)
+        seconds = prediction.step_seconds(p, compute=self.compute, backward=self.hidden if way.early else 0.0)
+        late, unwaited = self._late(way.every), self.stragglers.mean(self.ranks) if self.stragglers else 0.0
+        return seconds + late - min(way.hides * self.compute, p.latency + p.transfer + late - unwaited)
+
+    def _late(self, every: int = 1) -> float:
+        """Seconds that late ranks add to a step of ranks that wait for all after every so many."""
+        return self.stragglers.late(self.ranks, every=every) if self.stragglers else 0.0
 
     def _mean(self, step: Step) -> float:
         """Seconds of a step over the whole training, the recommended warm-up included; dense gradients have none."""
@@ -124,7 +137,7 @@ class Situation:
             whole = way.dense_share if way else 0.0
             dense = self._seconds(self._sending(p, 1.0), 1.0) if whole else 0.0
             if way and way.every > 1 and way.code:  # an exchange of its own after every step
-                dense = self.compute + way.every * p.seconds
+                dense = self.compute + way.every * p.seconds + self._late()
             return whole * dense + (1 - whole) * step.seconds
         sent = shares(p.density).items()
         return sum(share * self._seconds(self._sending(p, density), p.density) for density, share in sent)
@@ -145,7 +158,7 @@ class Situation:
     def _seconds(self, p: Prediction, target: float) -> float:
         """Seconds of a step; of a training whose density is or becomes `target`, updates wait for backward's end."""
         hidden = 0.0 if self.sends_updates and target < 1 else self.hidden
-        return prediction.step_seconds(p, compute=self.compute, backward=hidden)
+        return prediction.step_seconds(p, compute=self.compute, backward=hidden) + self._late()
 
     def _with_tiny(self, p: Prediction) -> Prediction:
         return prediction.with_whole(p, self.tiny if self.sends_updates else 0, size=self.ranks, link=self.link)

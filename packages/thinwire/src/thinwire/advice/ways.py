@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from communicators import Communicator, Link, SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState, powersgd_sent
 from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo
+from partial_collectives import EagerSGD
 from sparse_collectives import Prediction, Traffic, prediction
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,8 +62,8 @@ class Way:
     optimizer; steps: of the training. code: the same as text, "" where it is for DDP alone: `make` is then of ours that
     does the same work. in_ddp: (ddp, optimizer, steps) -> the optimizer to step, where DDP has a hook for it; hook: the
     same as text. note: what else it asks of the training. every: steps between two exchanges. density: share of
-    elements that is sent. early: whether buckets travel during backward. gathers: whether a rank gets a message of
-    each other one, so that its work grows with the ranks. hides:
+    elements that is sent. early: whether buckets travel during backward. quorum: arrivals that begin a partial
+    allreduce. gathers: whether a rank gets a message of each other one, so that its work grows with the ranks. hides:
     share of the steps from one exchange to the next during which it goes on. fragments: of which each exchange is one.
     dense_share: share of the steps that are dense first. rate: factor for the learning rate of Adam. optimizers: inner
     ones that it is for.
@@ -79,6 +80,7 @@ class Way:
     every: int = 1
     density: float = 1.0
     early: bool = False
+    quorum: str = ""
     gathers: bool = False
     hides: float = 0.0
     fragments: int = 1
@@ -205,6 +207,20 @@ def _torch_local() -> Way:
     return Way("torch-local-sgd", _model_sent, _local().make, "", in_ddp, hook, note, **settings)
 
 
+def _eager(quorum: Literal["solo", "majority"]) -> Way:
+    """A partial allreduce of gradients, which does not wait for late ranks."""
+
+    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
+        return EagerSGD(optimizer, model.named_parameters(), comm=comm, quorum=quorum)
+
+    code = f'EagerSGD(OPTIMIZER, model.named_parameters(), quorum="{quorum}")'
+    note = (
+        "Give a learning-rate scheduler as its scheduler=. Call optimizer.synchronize() before an evaluation or a "
+        "checkpoint, and optimizer.finish() at the end."
+    )
+    return Way(f"eager-{quorum}", _model_sent, make, code, note=note, quorum=quorum)
+
+
 def _power_sgd_sent(columns: int, rank: int, size: int, shapes: Shapes) -> Traffic:
     return powersgd_sent(rank, size, shapes, columns)
 
@@ -310,6 +326,8 @@ WAYS: tuple[Way, ...] = (
     _streaming(),
     _streaming("int2"),
     _sparse_loco(5),
+    _eager("solo"),
+    _eager("majority"),
 )
 BY_NAME = {way.name: way for way in WAYS}
 
@@ -385,6 +403,7 @@ def _seconds(way: Way | None, shapes: Shapes, device: torch.device, ranks: int) 
                 optimizer.step()
                 exchange()
             times.append((_now(device) - begin) / fragments)
+        getattr(optimizer, "finish", lambda: None)()
         return times[WARMED:]
 
     return min(SimulatedWorld(ranks).run(steps)[0]) / (ranks if way else 1)

@@ -1,0 +1,121 @@
+"""Late ranks: what they add to a step, by how ranks wait for one another.
+
+Delays are drawn anew for each step and rank, independently. Synchronous ranks wait in every step for the longest of P
+delays; ranks that meet after every τ steps for the longest of P means of τ delays, which is never more (Wang & Joshi,
+MLSys 2019); in a partial allreduce for the arrival that begins the round (Li et al., PPoPP 2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+BINS = 256
+"""Delays are rounded to so many parts of the longest, each to the two nearest, so that their mean stays."""
+ROUNDS = 512
+"""Rounds of a partial allreduce that are played."""
+MISSED = 8
+"""Rounds in a row that a rank may miss: the default `max_staleness` of `EagerSGD`."""
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Delays of ranks. Where P are more or fewer than these, the i-th is like number i modulo their number.
+
+    by_rank: {seconds late: share of the steps} of each rank, or of one that stands for all; shares add up to 1.
+    """
+
+    by_rank: tuple[Mapping[float, float], ...]
+
+    @classmethod
+    def told(cls, late: Mapping[float, float]) -> Stragglers:
+        """Those of {seconds late: share of each rank's steps}; in the others it is in time. Raises ValueError."""
+        shares = math.fsum(late.values())
+        if (
+            not late
+            or not all(0 < seconds < math.inf for seconds in late)
+            or not all(0 < s <= 1 for s in late.values())
+        ):
+            raise ValueError(
+                f"late ranks are {dict(late)}, expected seconds above 0 and shares of steps, 0 < share <= 1"
+            )
+        if shares > 1:
+            raise ValueError(
+                f"late ranks are late in {shares:.3g} of the steps, expected shares that add up to 1 at most"
+            )
+        return cls(({0.0: 1 - shares, **late},))
+
+    @classmethod
+    def measured(cls, times: Sequence[Sequence[float]]) -> Stragglers:
+        """Those of the ranks whose steps took so many seconds, against the fastest step of all."""
+        least = min(map(min, times))
+        counts = [Counter(seconds - least for seconds in own) for own in times]
+        return cls(tuple({late: n / count.total() for late, n in count.items()} for count in counts))
+
+    def mean(self, size: int) -> float:
+        """Seconds that ranks are late in a step, in the mean: what is added where nobody waits."""
+        width, shares = self._binned
+        return width * float(self._many(size) @ shares @ torch.arange(BINS + 1).double()) / size
+
+    def late(self, size: int, *, every: int = 1) -> float:
+        """Seconds added to a step of ranks that meet after every `every` steps.
+
+        The expected maximum over the ranks of the mean of their delays in between, by its exact distribution.
+        """
+        width, shares = self._binned
+        bins = BINS * every + 1
+        sums = torch.fft.irfft(torch.fft.rfft(shares, n=bins) ** every, n=bins)
+        everybody = sums.cumsum(1).clamp(0, 1).pow(self._many(size)[:, None]).prod(0)
+        return width * float((1 - everybody[:-1]).sum()) / every
+
+    def eager(self, size: int, quorum: str, *, compute: float, exchange: float) -> float:
+        """Seconds of a step with a partial allreduce: its rounds, played.
+
+        A round begins with the first arrival ("solo"), or that of a rank drawn for it ("majority"). Ranks arrive with
+        the gradient of a step that began with the last round's result; who is late takes the next step at once.
+        """
+        draw = torch.Generator().manual_seed(0)
+        arrivals = compute + self._delays(size, draw)
+        gave = torch.zeros(size, dtype=torch.float64)  # when each rank last gave a gradient
+        missed, steps, ended = torch.zeros(size), torch.zeros(size), 0.0
+        for seconds in arrivals:
+            arrives = gave.clamp(min=ended) + seconds
+            begins = arrives[torch.randint(size, (), generator=draw)] if quorum == "majority" else arrives.min()
+            begins = torch.maximum(begins, gave.where(missed >= MISSED, 0.0).max())
+            late = gave > begins
+            missed = torch.where(late, missed + 1, 0)
+            gave = gave.where(late, arrives)
+            steps, ended = steps + ~late, float(begins) + exchange
+        paces = steps / gave.clamp(min=ended)
+        return min(size / float(paces.sum()), compute + self.late(size) + exchange)  # but for the luck of the draw
+
+    def _delays(self, size: int, draw: torch.Generator) -> Tensor:
+        """Delays of each rank in each round, [rounds, ranks]."""
+        width, shares = self._binned
+        each = -(-size // len(shares))
+        drawn = torch.multinomial(shares, each * ROUNDS, replacement=True, generator=draw)
+        alike = drawn.view(len(shares), each, ROUNDS).transpose(0, 1).reshape(-1, ROUNDS)
+        return width * alike[:size].T.double()
+
+    def _many(self, size: int) -> Tensor:
+        """Number of ranks that are like each."""
+        return torch.bincount(torch.arange(size) % len(self.by_rank), minlength=len(self.by_rank)).double()
+
+    @cached_property
+    def _binned(self) -> tuple[float, Tensor]:
+        """Seconds of a bin, and the share of steps in each, [ranks, BINS + 1]."""
+        width = max(late for own in self.by_rank for late in own) / BINS
+        shares = torch.zeros(len(self.by_rank), BINS + 1, dtype=torch.float64)
+        for rank, own in enumerate(self.by_rank):
+            for late, share in own.items():
+                place = late / width if width else 0.0
+                low = min(int(place), BINS - 1)
+                shares[rank, low] += share * (1 - (place - low))
+                shares[rank, low + 1] += share * (place - low)
+        return width, shares
