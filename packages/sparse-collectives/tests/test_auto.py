@@ -189,6 +189,17 @@ def test_momentum_before_the_selection_needs_one(caplog):
         assert "leave compression off" in caplog.text
 
 
+@pytest.mark.parametrize(("ranks", "level"), [(1, logging.INFO), (2, logging.WARNING)])
+def test_dense_instead_of_a_selection_is_a_warning_where_anything_is_sent(ranks, level, caplog):
+    def body(comm):
+        sgd = torch.optim.SGD((model := linear()).parameters(), lr=0.1)
+        return DistributedOptimizer(sgd, model.named_parameters(), comm=comm, algorithm="auto").choice.algorithm
+
+    with caplog.at_level(logging.INFO, logger="data_parallel"):
+        assert set(SimulatedWorld(ranks, link=FAST).run(body)) == {"dense"}
+    assert [said.levelno for said in caplog.records if said.msg.startswith("algorithm auto")] == [level]
+
+
 def test_hook_needs_the_parameters_to_choose():
     with pytest.raises(ValueError, match="named_parameters"):
         SparseHookState(algorithm="auto")

@@ -6,9 +6,11 @@ import torch
 from communicators import CollectiveError, Elapse, SimulatedWorld, run
 from hypothesis import settings
 from sparse_collectives import ALGORITHMS, WIRES
+from sparse_collectives.algorithms import kth_largest
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.allreduce import prepare
-from sparse_compress import SparseVector, topk
+from sparse_collectives.wire import InvalidMessageError
+from sparse_compress import SparseVector, spread_keys, topk
 
 pytestmark = pytest.mark.quick
 
@@ -126,6 +128,13 @@ def test_the_error_names_the_rank_that_it_came_from(name):
     outcomes = call(*arguments, Backwards(counting.seen - 1))
     assert "rank 0 failed in " in outcomes[0]
     assert "InvalidMessageError: rank 1 " in outcomes[0]
+
+
+def test_counts_that_fit_no_threshold_are_everybodys():
+    """Each rank's may be true, but 5 keys cannot all be larger than the second largest."""
+    found = spread_keys.KthLargest(0, [3, 2], [0, 0])
+    with pytest.raises(InvalidMessageError, match="together is no valid message: 5 keys are larger than the 2-th"):
+        kth_largest._check_found(found, [3, 2], 2)
 
 
 def test_ranks_in_teams_are_named_as_they_are_in_the_world():

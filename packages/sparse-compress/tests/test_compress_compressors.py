@@ -59,6 +59,15 @@ def test_every_compressor_is_under_the_laws():
     assert offered - protocols == {type(make(9)) for make in COMPRESSORS.values()}
 
 
+@every_compressor
+@pytest.mark.parametrize(
+    "wrong", [[1.0, 2.0], torch.arange(9), torch.ones(9).to_sparse()], ids=["list", "int", "sparse"]
+)
+def test_what_is_no_dense_tensor_of_floats_is_named(make, wrong):
+    with pytest.raises(TypeError, match=r"^tensor (is|has) "):
+        make(9)(wrong)
+
+
 @pytest.mark.slow
 @every_compressor
 def test_the_laws_for_compressors_of_ones_own(make):

@@ -176,9 +176,9 @@ def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: b
             for heir in heirs:
                 totals[name] += heir[kind][name]
             totals[name].mul_(size).div_(len(owns))
-    before = saved_by(0, len(owns), RESHARD)
-    rest = {key: value for key, value in owns[0].items() if key not in before}
-    return {**saved_by(rank, size, RESHARD), **without_looks(rest), **error_state, "algorithm_state": []}
+    of_the_world = saved_by(rank, size, RESHARD)
+    rest = {key: value for key, value in owns[0].items() if key not in of_the_world}
+    return {**of_the_world, **without_looks(rest), **error_state, "algorithm_state": []}
 
 
 def _whole(own: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import check_compressor, flatten, integer
+from sparse_compress.arguments import check_compressor, check_dense, flatten, integer
 from sparse_compress.compressors.compressor import Compressor
 from sparse_compress.vector import SparseVector
 from sparse_compress.vectors import concatenate
@@ -36,6 +36,7 @@ class ByParts:
         self.finds_nonfinite = getattr(compressor, "finds_nonfinite", False)
 
     def __call__(self, tensor: Tensor) -> SparseVector:
+        check_dense(tensor, "tensor")
         self._check(tensor.numel())
         return concatenate([self.compressor(part) for part in torch.split(flatten(tensor), self.numels)])
 
