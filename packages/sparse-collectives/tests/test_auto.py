@@ -192,11 +192,12 @@ def test_momentum_before_the_selection_needs_one(caplog):
 @pytest.mark.parametrize(("ranks", "level"), [(1, logging.INFO), (2, logging.WARNING)])
 def test_dense_instead_of_a_selection_is_a_warning_where_anything_is_sent(ranks, level, caplog):
     def body(comm):
-        sgd = torch.optim.SGD((model := linear()).parameters(), lr=0.1)
-        return DistributedOptimizer(sgd, model.named_parameters(), comm=comm, algorithm="auto").choice.algorithm
+        sgd, everything = torch.optim.SGD((model := linear()).parameters(), lr=0.1), TopK(1.0)
+        named = model.named_parameters()
+        return DistributedOptimizer(sgd, named, comm=comm, algorithm="auto", compressor=everything).choice.algorithm
 
     with caplog.at_level(logging.INFO, logger="data_parallel"):
-        assert set(SimulatedWorld(ranks, link=Link(1e-9, 1e-15)).run(body)) == {"dense"}
+        assert set(SimulatedWorld(ranks, link=SLOW).run(body)) == {"dense"}
     assert [said.levelno for said in caplog.records if said.msg.startswith("algorithm auto")] == [level]
 
 
