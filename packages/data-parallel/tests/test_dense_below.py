@@ -117,6 +117,20 @@ def test_where_all_is_tiny_it_is_plain_momentum(size):
     torch.testing.assert_close(*SimulatedWorld(size).run(body)[0])
 
 
+@pytest.mark.parametrize("missing", SHAPES)
+def test_a_tiny_tensor_without_a_gradient_changes_no_other(missing):
+    def body(comm, absent):
+        model, optimizer = made(comm, dense_below=99, momentum=0.9)
+        for step in range(4):
+            give(model, comm, step, missing=absent if step % 2 else ())
+            optimizer.step()
+        return {name: p.detach() for name, p in model.items() if name != missing}
+
+    world = SimulatedWorld(2)
+    without, everything = (world.run(lambda comm, a=a: body(comm, a)) for a in ({(0, missing), (1, missing)}, ()))
+    assert all(torch.equal(without[0][name], p) for name, p in everything[0].items())
+
+
 def train(comm, steps, saved=None, **options):
     model, optimizer = made(comm, density=0.1, momentum=0.9, optimizer={"lr": 0.1}, **options)
     if saved is not None:
