@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from communicators import Path, SimulatedWorld, measure_paths, run, schedules, shares_by_rate
+from communicators import Path, SimulatedWorld, measure_paths, paths, run, schedules, shares_by_rate
 from communicators.schedules.by_rate import SEGMENT_NBYTES
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -126,6 +126,15 @@ def test_an_exchange_among_unequal_uplinks_is_near_its_lower_bound(size, asymmet
     usual = SimulatedWorld(size, path)
     usual.run(lambda c: run(schedules.allreduce(torch.ones(numel), c.rank, c.size), c, facts="", timeout=1e9))
     assert usual.elapsed > 1.7 * bound
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_all_meet_each_other_once_in_as_few_turns_as_can_be(size):
+    turns = [list(paths._partners(rank, size)) for rank in range(size)]
+    for rank, peers in enumerate(turns):
+        assert len(peers) == size + size % 2 - 1
+        assert {peer for peer in peers if peer < size} == set(range(size)) - {rank}
+        assert all(turns[peer][turn] == rank for turn, peer in enumerate(peers) if peer < size)
 
 
 @pytest.mark.slow

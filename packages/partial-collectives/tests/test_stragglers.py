@@ -44,6 +44,8 @@ def test_delays_as_in_the_paper():
     assert all(len(ranks) == 2 for ranks in held_up)
     assert len(set(held_up)) > 10
     assert injected_delays("", 0, 1)(0) == 0.0
+    assert [injected_delays("random:4=0.1", rank, 4)(7) for rank in range(4)] == [0.1] * 4
+    assert injected_delays("random:0=0.1", 0, 4)(7) == injected_delays("fixed:0=0", 0, 4)(7) == 0.0
 
 
 @pytest.mark.parametrize(
