@@ -118,11 +118,14 @@ class Situation:
         return found
 
     def _of_way(self, way: Way, p: Prediction) -> float:
-        """Seconds of a step. Steps may hide what is exchanged meanwhile, and that ranks began it late."""
+        """Seconds of a step. Steps may hide what is exchanged meanwhile, and that ranks began it late by chance.
+
+        First order: hidden as if the means of delays were what every block has.
+        """
         if way.quorum and self.stragglers:
             return self.stragglers.eager(self.ranks, way.quorum, compute=self.compute, exchange=p.seconds)
         seconds = prediction.step_seconds(p, compute=self.compute, backward=self.hidden if way.early else 0.0)
-        late, unwaited = self._late(way.every), self.stragglers.mean(self.ranks) if self.stragglers else 0.0
+        late, unwaited = self._late(way.every), self.stragglers.slowest(self.ranks) if self.stragglers else 0.0
         return seconds + late - min(way.hides * self.compute, p.latency + p.transfer + late - unwaited)
 
     def _late(self, every: int = 1) -> float:

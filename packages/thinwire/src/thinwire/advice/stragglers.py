@@ -63,6 +63,11 @@ class Stragglers:
         width, shares = self._binned
         return width * float(self._many(size) @ shares @ torch.arange(BINS + 1).double()) / size
 
+    def slowest(self, size: int) -> float:
+        """Seconds that the slowest rank is late in a step, in its own mean: nothing hides these."""
+        width, shares = self._binned
+        return width * float((shares @ torch.arange(BINS + 1).double())[:size].max())
+
     def late(self, size: int, *, every: int = 1) -> float:
         """Seconds added to a step of ranks that meet after every `every` steps.
 
