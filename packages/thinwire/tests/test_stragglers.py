@@ -139,6 +139,30 @@ def test_the_wait_is_the_expected_longest(ranks, every):
     assert Stragglers.told({0.25: 0.2, 1.0: 0.1}).late(ranks, every=every) == pytest.approx(expected)
 
 
+def test_rare_long_delays_do_not_blur_the_short_ones():
+    late = Stragglers.told({0.05: 0.5, 600.0: 1e-5})
+    rarely, seldom = (1 - 1e-5) ** 8, (0.5 - 1e-5) ** 8
+    assert late.late(8) == pytest.approx(0.05 * (1 - seldom) + (600 - 0.05) * (1 - rarely), rel=1e-9)
+    assert late.slowest(8) <= late.late(8, every=4) <= late.late(8)
+
+
+@given(LATE, st.integers(1, 9))
+@SMALL
+def test_the_last_of_one_step_is_that_of_the_bins_within_one(late, ranks):
+    width = max(chain(*late.by_rank)) / 256
+    exact, binned = late.late(ranks), late._last_mean(ranks, 1)
+    assert exact - 1e-9 <= binned <= exact + width + 1e-9
+
+
+def test_a_wait_is_reckoned_once(monkeypatch):
+    calls = []
+    late, reckon = Stragglers.told({0.2: 0.1}), Stragglers._last_mean
+    monkeypatch.setattr(Stragglers, "_last_mean", lambda self, *asked: calls.append(asked) or reckon(self, *asked))
+    situation(late).predictions()
+    situation(late).predictions()
+    assert len(calls) == len(set(calls)) > 0
+
+
 def test_a_rank_that_is_always_slow_is_waited_for_however_rarely_ranks_meet():
     late = Stragglers.measured([[1.0, 1.0], [1.0, 1.0], [1.5, 1.5]])
     assert [late.late(3, every=every) for every in (1, 4, 30)] == pytest.approx([0.5] * 3)
