@@ -117,15 +117,29 @@ def test_more_ranks_wait_longer(late, ranks, every):
     assert late.late(ranks, every=every) <= late.late(ranks + 1, every=every) * (1 + 1e-9)
 
 
-@given(LATE, st.sampled_from(["solo", "majority"]), st.floats(1e-3, 10), st.floats(0, 10))
+EAGER = LATE, st.sampled_from(["solo", "majority"]), st.floats(1e-3, 10), st.floats(0, 10)
+
+
+def drawn(late, ranks):
+    """The delays of each rank in each played round."""
+    return late._delays(ranks, torch.Generator().manual_seed(0))
+
+
+@given(*EAGER)
 @SMALL
 def test_one_rank_waits_for_nobody(late, quorum, compute, exchange):
-    mean = late.mean(1)
-    alone = compute + exchange + mean
-    assert late.eager(1, quorum, compute=compute, exchange=exchange) <= alone * (1 + 1e-9)
-    steps = seconds_of(late, 1)
-    plain = seconds_of(None, 1)
+    alone = compute + exchange + drawn(late, 1).mean().item()
+    assert late.played(1, quorum, compute=compute, exchange=exchange) == pytest.approx(alone)
+    steps, plain, mean = seconds_of(late, 1), seconds_of(None, 1), late.mean(1)
     assert all(steps[name].seconds <= plain[name].seconds + mean * (1 + 1e-9) for name in plain)
+
+
+@RANKS
+@given(*EAGER)
+@SMALL
+def test_partial_rounds_take_no_longer_than_those_that_wait_for_the_same_ranks(ranks, late, quorum, compute, exchange):
+    waiting = compute + exchange + drawn(late, ranks).max(1).values.mean().item()
+    assert late.played(ranks, quorum, compute=compute, exchange=exchange) <= 1.05 * waiting
 
 
 @pytest.mark.parametrize(("ranks", "every"), [(2, 1), (2, 3), (3, 2)])
@@ -204,26 +218,33 @@ def test_the_next_steps_hide_what_the_optimizers_do(name, alpha, by_rank, rel):
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("quorum", ["solo", "majority"])
-@pytest.mark.parametrize("by_rank", [SOMETIMES, UNLIKE, ONE_IS_SLOW])
-def test_partial_rounds_take_what_the_protocol_takes(quorum, by_rank):
-    """Whose rounds wait for a rank that has missed as many as it may."""
-    ranks, until = 3, 20_000.0 if (by_rank, quorum) == (ONE_IS_SLOW, "majority") else 400.0
+@pytest.mark.parametrize(
+    ("by_rank", "alpha"), [(SOMETIMES, 1e-5), (UNLIKE, 1e-5), (ONE_IS_SLOW, 1e-5), (SOMETIMES, 0.05)]
+)
+def test_partial_rounds_take_what_the_protocol_takes(quorum, by_rank, alpha):
+    """Whose rounds wait for a rank that has missed as many as it may, and whose late ranks miss an exchange."""
+    ranks, compute = 3, 0.5
+    until = 20_000.0 if (by_rank, quorum) == (ONE_IS_SLOW, "majority") else 400.0
 
-    def body(comm):
-        delays = by_rank[comm.rank % len(by_rank)]
-        draw, steps = random.Random(comm.rank), 0
-        with PartialAllreduce(torch.zeros(1), comm, quorum=quorum) as partial:
-            while comm.clock() < until:
-                comm.elapse(0.5 + draw.choices(list(delays), list(delays.values()))[0])
-                partial.allreduce(torch.zeros(1))
-                steps += 1
-            ended = comm.clock()
-            for _ in partial.finish():
-                pass
-        return steps / ended
+    def simulated(by_rank, until):
+        def body(comm):
+            delays = by_rank[comm.rank % len(by_rank)]
+            draw, steps = random.Random(comm.rank), 0
+            with PartialAllreduce(torch.zeros(1), comm, quorum=quorum) as partial:
+                while comm.clock() < until:
+                    comm.elapse(compute + draw.choices(list(delays), list(delays.values()))[0])
+                    partial.allreduce(torch.zeros(1))
+                    steps += 1
+                ended = comm.clock()
+                for _ in partial.finish():
+                    pass
+            return steps / ended
 
-    found = ranks / sum(SimulatedWorld(ranks, link=Link(1e-5, 0.0)).run(body))
-    assert Stragglers(by_rank).eager(ranks, quorum, compute=0.5, exchange=0.0) == pytest.approx(found, rel=0.06)
+        return ranks / sum(SimulatedWorld(ranks, link=Link(alpha, 0.0)).run(body))
+
+    exchange = simulated(NEVER.by_rank, 40.0) - compute
+    played = Stragglers(by_rank).played(ranks, quorum, compute=compute, exchange=exchange)
+    assert played == pytest.approx(simulated(by_rank, until), rel=0.06 if alpha == 1e-5 else 0.08)
 
 
 def test_steps_that_were_measured_are_those_of_all_ranks():

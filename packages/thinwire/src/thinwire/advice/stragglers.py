@@ -102,7 +102,12 @@ class Stragglers:
         return width * float((1 - everybody[:-1]).sum()) / every
 
     def eager(self, size: int, quorum: str, *, compute: float, exchange: float) -> float:
-        """Seconds of a step with a partial allreduce: its rounds, played.
+        """Seconds of a step with a partial allreduce: as played, but for the luck of the draw never above waiting."""
+        played = self.played(size, quorum, compute=compute, exchange=exchange)
+        return min(played, compute + self.late(size) + exchange)
+
+    def played(self, size: int, quorum: str, *, compute: float, exchange: float) -> float:
+        """Seconds of a step in `ROUNDS` rounds of a partial allreduce.
 
         A round begins with the first arrival ("solo"), or that of a rank drawn for it ("majority"). Ranks arrive with
         the gradient of a step that began with the last round's result; who is late takes the next step at once.
@@ -120,15 +125,17 @@ class Stragglers:
             gave = gave.where(late, arrives)
             steps, ended = steps + ~late, float(begins) + exchange
         paces = steps / gave.clamp(min=ended)
-        return min(size / float(paces.sum()), compute + self.late(size) + exchange)  # but for the luck of the draw
+        return size / float(paces.sum())
 
     def _delays(self, size: int, draw: torch.Generator) -> Tensor:
         """Delays of each rank in each round, [rounds, ranks]."""
-        width, shares = self._binned
-        each = -(-size // len(shares))
-        drawn = torch.multinomial(shares, each * ROUNDS, replacement=True, generator=draw)
-        alike = drawn.view(len(shares), each, ROUNDS).transpose(0, 1).reshape(-1, ROUNDS)
-        return width * alike[:size].T.double()
+        each = -(-size // len(self.by_rank))
+        drawn = []
+        for own in self.by_rank:
+            late, shares = torch.tensor(list(own.items()), dtype=torch.float64).T
+            drawn.append(late[torch.multinomial(shares, each * ROUNDS, replacement=True, generator=draw)])
+        alike = torch.stack(drawn).view(-1, each, ROUNDS).transpose(0, 1).reshape(-1, ROUNDS)
+        return alike[:size].T
 
     def _many(self, size: int) -> Tensor:
         """Number of ranks that are like each."""
