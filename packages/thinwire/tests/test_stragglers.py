@@ -297,6 +297,9 @@ COMMAND = ["--parameters", "1e6", "--step-seconds", "1", "--link", "1gbit"]
 def test_they_are_told_on_the_command_line():
     told = parse([*COMMAND, "--stragglers", "5%:300ms", "0.001:10s"]).late
     assert told == Stragglers.told({0.3: 0.05, 10.0: 0.001})
+    twice = parse([*COMMAND, "--stragglers", "5%:300ms", "10%:300ms", "--stragglers", "1%:1s"]).late
+    [late] = twice.by_rank
+    assert late == pytest.approx({0.0: 0.84, 0.3: 0.15, 1.0: 0.01})
     assert parse(COMMAND).late is None
     assert parse(["--model", "a:b", "--stragglers", "measured"]).late is None
 
@@ -309,7 +312,8 @@ def test_they_are_told_on_the_command_line():
         (["0:1s"], "expected 0 < share <= 1"),
         (["5%:0s"], "0s given, expected seconds > 0, a time such as 300ms"),
         (["5%:5%"], "5% given, expected seconds > 0"),
-        (["60%:1s", "70%:2s"], "late in 1.3 of the steps, expected shares that add up to 1 at most"),
+        (["60%:1s", "70%:1s"], "late in 1.3 of the steps, expected shares that add up to 1 at most"),
+        (["60%:1s", "--stragglers", "70%:2s"], "late in 1.3 of the steps, expected shares that add up to 1 at most"),
         (["measured"], "--stragglers measured stands alone, and needs --model"),
     ],
 )
@@ -329,12 +333,52 @@ def test_bad_flags(given, said, capsys):
         ({1.0: 0.7, 2.0: 0.7}, "late in 1.4 of the steps"),
         ([0.3], "seconds above 0 of 2 or more steps of this rank"),
         ([0.3, float("nan")], "seconds above 0"),
+        ({"a": "b"}, "late ranks are {'a': 'b'}, expected seconds above 0"),
+        ({0.3: float("nan")}, "0 < share <= 1, such as {0.3: 0.05}"),
+        (["a", "b"], "seconds above 0 of 2 or more steps of this rank"),
+        ("measured", "stragglers is 'measured', expected {seconds late: share of the steps}"),
+        (0.3, "stragglers is 0.3, expected {seconds late: share of the steps}"),
+        (torch.tensor([0.2, 0.3]), "steps of this rank: give tolist() of this Tensor"),
+        (torch.tensor([0.2, 0.3]).numpy(), "steps of this rank: give tolist() of this ndarray"),
+        ([torch.tensor(0.2), torch.tensor(0.3)], "stragglers is [tensor(0.2000), tensor(0.3000)], expected"),
     ],
 )
 def test_bad_arguments(given, said):
     with pytest.raises(ValueError, match="expected") as error:
         thinwire.advise(torch.nn.Linear(2, 2), steps_per_second=1, link="wan", ranks=8, stragglers=given)
     assert said in str(error.value)
+
+
+TIMED, TOLD_ONE = [0.2, 0.3], {0.3: 0.05}
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "said"),
+    [
+        ((TIMED, [0.2]), "rank 1: stragglers is [0.2], expected"),
+        (([0.2, float("nan")], TIMED), "rank 0: stragglers is [0.2, nan], expected"),
+        ((TOLD_ONE, 0.3), "rank 1: stragglers is 0.3, expected"),
+        ((TOLD_ONE, TIMED), "ranks 0 and 1 differ in stragglers: {0.3: 0.05}, and seconds of steps; give all"),
+        ((None, TIMED), "ranks 0 and 1 differ in stragglers: None, and seconds of steps; give all"),
+        ((TOLD_ONE, {0.3: 0.1}), "ranks 0 and 1 differ in stragglers: {0.3: 0.05}, and {0.3: 0.1}; give all"),
+    ],
+)
+def test_ranks_refuse_unlike_late_ranks_together(of_ranks, said):
+    def body(comm):
+        with pytest.raises(ValueError, match="stragglers") as error:
+            thinwire.advise(torch.nn.Linear(2, 2), steps_per_second=1, stragglers=of_ranks[comm.rank], comm=comm)
+        return str(error.value)
+
+    assert all(each.startswith(said) for each in SimulatedWorld(2).run(body))
+
+
+def test_ranks_may_tell_the_same_in_any_order():
+    def body(comm):
+        late = [{0.3: 0.05, 1.0: 0.1}, {1: 0.1, 0.3: 0.05}][comm.rank]
+        return thinwire.advise(torch.nn.Linear(2, 2), steps_per_second=1, stragglers=late, comm=comm).situation
+
+    one, other = SimulatedWorld(2).run(body)
+    assert one.stragglers == other.stragglers == Stragglers.told({0.3: 0.05, 1.0: 0.1})
 
 
 def test_what_is_known_of_one_process_stands_for_all_ranks():

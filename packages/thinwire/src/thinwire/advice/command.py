@@ -97,6 +97,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "type": late,
         "metavar": "SHARE:TIME",
         "nargs": "+",
+        "action": "extend",
         "help": "in a share of its steps each rank is so late, such as 5%%:300ms; or, with --model: measured",
     },
     "--device": {"help": "where gradients are, default cuda where there is one, else cpu"},
@@ -134,11 +135,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     own = None if flags.bandwidth is None else Link(flags.latency, 8e-9 / flags.bandwidth)
     flags.assumed = LINKS.get(flags.link, own)
     flags.ranks = flags.ranks or (32 if flags.assumed else None)
+    told = flags.stragglers if flags.stragglers not in (None, [MEASURED]) else []
+    late = {seconds: math.fsum(share for other, share in told if other == seconds) for seconds, _ in told}
     try:
-        told = None if flags.stragglers in (None, [MEASURED]) else Stragglers.told(dict(flags.stragglers))
+        flags.late = Stragglers.told(late) if late else None
     except ValueError as wrong:
         parser.error(f"--stragglers: {wrong}")
-    flags.late = told
     return flags
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ def advise(
         ranks: With `link`: how many there will be.
         density: One or several that are to be considered; yours are advised even if they are known to learn worse.
         overlap: Whether gradients travel during backward; default: where the model is in DDP.
-        stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}; or seconds of steps
-            of this rank as measured, without exchanges, of which the fastest of all stands for `steps_per_second`.
+        stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all ranks;
+            or a list of seconds of steps of this rank as measured, without exchanges, of which the fastest of all
+            stands for `steps_per_second`.
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
@@ -67,11 +69,11 @@ def advise(
     densities = sorted({density} if isinstance(density, float | int) else set(density or DENSITIES), reverse=True)
     if wrong := _wrong(model, steps_per_second, link, ranks, densities):
         raise ValueError(wrong)
-    told, times = _late(stragglers)
     if density is not None and name == "muon":
         raise ValueError("density is of a selection, and nothing is selected for muon: leave it out")
     assumed = LINKS[link] if isinstance(link, str) else link
     comm = join(assumed, comm)
+    told, times = _late_of_all(stragglers, comm)
     situation = find_out(
         Trained.of([p.shape for p in trained], 1 / steps_per_second)._replace(times=times),
         comm,
@@ -193,15 +195,46 @@ def _wrong(
     return other_dtype(model)
 
 
-def _late(stragglers: Mapping[float, float] | Sequence[float] | None) -> tuple[Stragglers | None, tuple[float, ...]]:
+Late = Mapping[float, float] | Sequence[float] | None
+
+
+def _late_of_all(stragglers: Late, comm: Communicator) -> tuple[Stragglers | None, tuple[float, ...]]:
+    """Late ranks as all were told, or seconds of this rank's steps. Collective; raises ValueError on all ranks."""
+    own = {"wrong": "", "is": "None"}
+    told: Stragglers | None = None
+    times: tuple[float, ...] = ()
+    try:
+        told, times = _late(stragglers)
+    except ValueError as error:
+        own["wrong"] = str(error)
+    if told is not None:
+        own["is"] = str({float(late): float(share) for late, share in sorted(told.by_rank[0].items()) if late})
+    elif times:
+        own["is"] = "seconds of steps"
+    message = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    found = [json.loads(bytes(each.tolist())) for each in allgather(message.to(comm.device), comm)]
+    for rank, each in enumerate(found):
+        if each["wrong"]:
+            raise ValueError(f"rank {rank}: {each['wrong']}" if comm.size > 1 else each["wrong"])
+    for rank, each in enumerate(found):
+        if each != found[0]:
+            differ = f"ranks 0 and {rank} differ in stragglers: {found[0]['is']}, and {each['is']}"
+            raise ValueError(f"{differ}; give all ranks the same mapping, or each a list of its own steps' seconds")
+    return told, times
+
+
+def _late(stragglers: Late) -> tuple[Stragglers | None, tuple[float, ...]]:
     """Late ranks as told, or seconds of this rank's steps. Raises ValueError."""
+    if stragglers is None:
+        return None, ()
     if isinstance(stragglers, Mapping):
         return Stragglers.told(stragglers), ()
-    times = tuple(stragglers or ())
-    if stragglers is not None and (len(times) < 2 or not all(0 < seconds < math.inf for seconds in times)):
+    times = tuple(stragglers) if isinstance(stragglers, Sequence) else ()
+    if len(times) < 2 or not all(isinstance(seconds, Real) and 0 < seconds < math.inf for seconds in times):
+        what = f": give tolist() of this {type(stragglers).__name__}" if hasattr(stragglers, "tolist") else ""
         raise ValueError(
-            f"stragglers is {stragglers!r}, expected {{seconds late: share of the steps}}, or seconds above 0 of 2 or "
-            "more steps of this rank"
+            f"stragglers is {stragglers!r}, expected {{seconds late: share of the steps}}, or a list of seconds above "
+            f"0 of 2 or more steps of this rank{what}"
         )
     return None, times
 

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -36,16 +38,18 @@ class Stragglers:
     @classmethod
     def told(cls, late: Mapping[float, float]) -> Stragglers:
         """Those of {seconds late: share of each rank's steps}; in the others it is in time. Raises ValueError."""
-        shares = math.fsum(late.values())
-        if (
-            not late
-            or not all(0 < seconds < math.inf for seconds in late)
-            or not all(0 < s <= 1 for s in late.values())
+        if not (
+            late
+            and all(isinstance(number, Real) for number in chain(late, late.values()))
+            and all(0 < seconds < math.inf for seconds in late)
+            and all(share > 0 for share in late.values())
         ):
             raise ValueError(
-                f"late ranks are {dict(late)}, expected seconds above 0 and shares of steps, 0 < share <= 1"
+                f"late ranks are {dict(late)}, expected seconds above 0 and shares of steps, 0 < share <= 1, such as "
+                "{0.3: 0.05}"
             )
-        if shares > 1:
+        shares = math.fsum(late.values())
+        if not shares <= 1:
             raise ValueError(
                 f"late ranks are late in {shares:.3g} of the steps, expected shares that add up to 1 at most"
             )
