@@ -39,8 +39,8 @@ LINK, SLOW = Link(200e-6, 80e-9), Link(30e-3, 8e-6)
 OPTIMIZERS_OF_WAYS = (DistributedOptimizer, DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo, EagerSGD)
 OF_TORCH = (PowerSGDState, powerSGD_hook, PostLocalSGDState, post_localSGD_hook, PeriodicModelAverager)
 NAMES = {"partial": partial, **{one.__name__: one for one in (*OPTIMIZERS_OF_WAYS, *OF_TORCH)}}
-OURS = [way for way in WAYS if way.code]
-OF_DDP = [way for way in WAYS if not way.code]
+OURS = [way for way in WAYS if not way.ddp_only]
+OF_DDP = [way for way in WAYS if way.ddp_only]
 
 
 def model_of(times=1):
@@ -377,8 +377,7 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
             run += 1
     assert run == (2 if name in IN_DDP - FOR_DDP else 1)
     assert ("average()" in text) == (name not in IN_DDP and not name.startswith("eager"))
-    for note in BY_NAME[name].note.splitlines():
-        assert note in text
+    assert BY_NAME[name].note.replace("MEGABYTES", "1") in text
 
 
 @pytest.mark.parametrize("way", OF_DDP, ids=lambda way: way.name)
@@ -386,6 +385,28 @@ def test_hooks_ask_for_ddp(way):
     model = model_of()
     with pytest.raises(ValueError, match=f"{way.name} is a hook of DDP: give DistributedDataParallel"):
         planned("sgd", way.name).apply(model, inner_of("sgd", model), steps=10)
+
+
+LEARNS = accuracy.Known(0, 0, ("a", "b"), 1, (3, 3))
+
+
+@pytest.mark.parametrize("in_ddp", [False, True])
+def test_a_model_that_is_not_in_ddp_is_advised_no_hook_of_it(in_ddp, monkeypatch, one_process):
+    """And what is advised can be applied, to as large a model over gloo."""
+    known = lambda optimizer, way, *_, sends: LEARNS if way in of else None  # noqa: E731
+    monkeypatch.setattr("thinwire.advice.situation.known", known)
+    monkeypatch.setattr("thinwire.advice.measuring.measure_work", lambda shapes, device: {name: Work() for name in of})
+    of, model = ("torch-powersgd rank=2", "dense-int8"), torch.nn.Linear(600, 500)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = DistributedDataParallel(model, bucket_cap_mb=2) if in_ddp else model
+    plan = thinwire.advise(given, steps_per_second=50, optimizer=inner, link="100mbit", ranks=8, overlap=False)
+    found = plan.recommendation
+    assert (found.step.prediction.algorithm == "torch-powersgd") == in_ddp
+    passed = "passed over: torch-powersgd rank=2" in found.reason
+    assert passed != in_ddp
+    assert ("it is a hook of DDP, and the model is not in DDP" in found.text) != in_ddp
+    assert ("DistributedDataParallel(model, bucket_cap_mb=2)" in found.text) == in_ddp
+    plan.apply(given, inner, steps=100)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 8])

@@ -48,7 +48,8 @@ def advise(
         model, optimizer = plan.apply(model, optimizer, steps=10_000)
 
     Args:
-        model: Its trained parameters' shapes and device count.
+        model: Its trained parameters' shapes and device count. Torch's own ways, which are hooks of DDP, are
+            recommended only where it is in DDP.
         steps_per_second: Of one rank that trains alone.
         optimizer: "sgd", "adam", "adamw" or "muon", or one of these, with which you train.
         link: A name of those that `thinwire advise --help` lists, or a `communicators.Link`; default: what the ranks
@@ -83,10 +84,11 @@ def advise(
         densities=densities,
         link=assumed,
         link_name=link if isinstance(link, str) else "given",
-        overlap=isinstance(model, DistributedDataParallel) if overlap is None else overlap,
+        overlap=_in_ddp(model) is not None if overlap is None else overlap,
         stragglers=told,
         optimizer=name,
         chosen=density is not None,
+        plain=_in_ddp(model) is None,
     )
     return Plan(situation, recommend(situation))
 
@@ -111,8 +113,9 @@ class Plan:
     ) -> tuple[nn.Module, Optimizer]:
         """Does what it says; collective over the ranks. Returns the model as it was given, and the optimizer to step.
 
-        In a DDP module its hook is registered, where the way has one. The training loop stays as it is, but for ways
-        that average models: `optimizer.average()` after each step, `finish()` at the end, as the text says.
+        In a DDP module its hook is registered, where the way has one. The training loop stays as it is, but for what
+        the text says: most ways that average models want `optimizer.average()` after each step and `finish()` at the
+        end, torch's an average of the parameters before an evaluation, eager SGD `finish()`.
 
         Args:
             model: The module, or DDP of it.
@@ -121,11 +124,13 @@ class Plan:
             comm: See `communicators.as_communicator`.
 
         All ranks do what rank 0's plan says. Make learning-rate schedulers, and load checkpoints, afterwards. In DDP
-        the residuals are in no checkpoint: to save them, write the line that the plan prints, which returns the state.
+        the residuals are in no checkpoint: to save them, write the line that the plan prints, in which `state` is
+        what has them, or of torch's hooks the first argument.
 
         Raises:
             ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
-                which has sent the gradients before a way gets them.
+                which has sent the gradients before a way gets them; a hook of DDP without DDP, as where the advice was
+                for a model in DDP; or torch's PowerSGD over gloo in more than one bucket (the text has the size).
         """
         ranks = as_communicator(comm)
         if ranks.size not in (1, self.situation.ranks):
@@ -167,7 +172,7 @@ class Plan:
         if ddp is not None and way.in_ddp is not None:
             return way.in_ddp(ddp, optimizer, total)
         _refuse_ddp(ddp, way.name)
-        if not way.code:
+        if way.ddp_only:
             raise ValueError(f"{way.name} is a hook of DDP: give DistributedDataParallel(model), not the module itself")
         made = way.make(optimizer, model, comm, steps=total, every=way.every)
         for group in optimizer.param_groups if way.rate != 1 and self.situation.optimizer != "muon" else ():

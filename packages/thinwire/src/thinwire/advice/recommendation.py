@@ -6,7 +6,7 @@ from sparse_collectives import ALGORITHMS, Prediction
 
 from thinwire.advice.accuracy import MOST_BEHIND, in_words
 from thinwire.advice.situation import Situation, Step
-from thinwire.advice.ways import BY_NAME
+from thinwire.advice.ways import BY_NAME, bucket_of_all
 
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(...)",
@@ -79,7 +79,11 @@ def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
             found = [s for s in own if learns[id(s)] <= level]
             if found and dense / found[0].mean >= WORTHWHILE:
                 return sorted([*found, *(s for s in steps if s.prediction.algorithm == "dense")], key=lambda s: s.mean)
-    return [s for s in steps if learns[id(s)] == WELL]
+    return [s for s in steps if learns[id(s)] == WELL and not _lacks_ddp(situation, s.prediction)]
+
+
+def _lacks_ddp(situation: Situation, p: Prediction) -> bool:
+    return situation.plain and p.variant in BY_NAME and BY_NAME[p.variant].ddp_only
 
 
 def _selects(p: Prediction) -> bool:
@@ -104,6 +108,10 @@ def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
     """Reasons for passing over faster exchanges, one for the fastest of each kind."""
     fastest = {_learns(situation, step.prediction): step for step in reversed(passed)}
     said = []
+    if hook := next(
+        (s for s in passed if _lacks_ddp(situation, s.prediction) and _learns(situation, s.prediction) == WELL), None
+    ):
+        said.append(f"Faster, but passed over: {_named(hook)}; it is a hook of DDP, and the model is not in DDP.")
     for step in (fastest[level] for level in (BADLY, UNKNOWN) if level in fastest):
         found, why = situation.known(step.prediction), "how it learns was not measured"
         if found is not None and found.most <= MOST_BEHIND:
@@ -176,14 +184,14 @@ def _other_lines(situation: Situation, p: Prediction) -> list[str]:
     """Code of a way that selects nothing, and what it asks of the training."""
     way = BY_NAME[p.variant]
     lines = [f"In DDP: {way.hook}"] if way.hook else []
-    if way.code:
+    if not way.ddp_only:
         lines.append(f"Without DDP: optimizer = {way.code.replace('OPTIMIZER', OPTIMIZERS[situation.optimizer])}")
     if way.dense_share:
         lines.append(f"STEPS: the first {way.dense_share:.0%} of yours, in which all is sent.")
-    if way.every > 1 and way.code:
+    if way.every > 1 and not way.ddp_only:
         lines.append("Call optimizer.average() after every optimizer.step(), and optimizer.finish() at the end.")
     if way.note:
-        lines.append(way.note)
+        lines.append(way.note.replace("MEGABYTES", str(bucket_of_all(4 * situation.numel))))
     if way.rate != 1 and situation.optimizer != "muon":
         lines.append(f"Take {way.rate:g} of your learning rate: blocks of steps go further than their mean.")
     return lines

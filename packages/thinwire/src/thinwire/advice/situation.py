@@ -47,7 +47,7 @@ class Situation:
     of numbers without a model they are not known. chosen: the densities are the user's own, not the usual ones.
     shapes: of the trained parameters. work: a rank's own in the ways that select no entries, by name, see
     `measure_work`; those without are not predicted. stragglers: how late ranks are, for which `compute` has no time;
-    None: nobody is.
+    None: nobody is. plain: the model that was given is not in DDP, so that ways of DDP alone are passed over.
     """
 
     numel: int
@@ -67,6 +67,7 @@ class Situation:
     work: Mapping[str, Work] = field(default_factory=dict)
     paths: Paths | None = None
     stragglers: Stragglers | None = None
+    plain: bool = False
 
     @property
     def sends_updates(self) -> bool:
@@ -139,7 +140,7 @@ class Situation:
             way = BY_NAME.get(p.variant)
             whole = way.dense_share if way else 0.0
             dense = self._seconds(self._sending(p, 1.0), 1.0) if whole else 0.0
-            if way and way.every > 1 and way.code:  # an exchange of its own after every step
+            if way and way.every > 1 and not way.ddp_only:  # an exchange of its own after every step
                 dense = self.compute + way.every * p.seconds + self._late()
             return whole * dense + (1 - whole) * step.seconds
         sent = shares(p.density).items()

@@ -61,12 +61,12 @@ class Way:
     sent: (rank, size, shapes) -> traffic of an exchange. make: (optimizer, model, comm, steps=, every=) -> the wrapped
     optimizer; steps: of the training. code: the same as text, "" where it is for DDP alone: `make` is then of ours that
     does the same work. in_ddp: (ddp, optimizer, steps) -> the optimizer to step, where DDP has a hook for it; hook: the
-    same as text. note: what else it asks of the training. every: steps between two exchanges. density: share of
-    elements that is sent. early: whether buckets travel during backward. quorum: arrivals that begin a partial
-    allreduce. gathers: whether a rank gets a message of each other one, so that its work grows with the ranks. hides:
-    share of the steps from one exchange to the next during which it goes on. fragments: of which each exchange is one.
-    dense_share: share of the steps that are dense first. rate: factor for the learning rate of Adam. optimizers: inner
-    ones that it is for.
+    same as text. note: what else it asks of the training, of MEGABYTES of gradients. every: steps between two
+    exchanges. density: share of elements that is sent. early: whether buckets travel during backward. quorum: arrivals
+    that begin a partial allreduce. gathers: whether a rank gets a message of each other one, so that its work grows
+    with the ranks. hides: share of the steps from one exchange to the next during which it goes on. fragments: of which
+    each exchange is one. dense_share: share of the steps that are dense first. rate: factor for the learning rate of
+    Adam. optimizers: inner ones that it is for.
     """
 
     algorithm: str
@@ -92,6 +92,11 @@ class Way:
     def name(self) -> str:
         """Algorithm and options, as in `Prediction.variant`."""
         return " ".join([self.algorithm, *(f"{key}={value}" for key, value in self.options.items())])
+
+    @property
+    def ddp_only(self) -> bool:
+        """Whether it is a hook of DDP and nothing else."""
+        return not self.code
 
     def predict(self, shapes: Shapes, *, size: int, link: Link, work: Work) -> Prediction:
         """A step's share of the exchange, as the busiest rank sees it; backward hides none of its own work."""
@@ -158,13 +163,18 @@ def _torch_powersgd(rank: int) -> Way:
     made = "PowerSGDState(None, matrix_approximation_rank={}, start_powerSGD_iter=STEPS, min_compression_rate=1)"
     hook = f"ddp.register_comm_hook({made.format(rank)}, powerSGD_hook)"
     note = (
-        "Both are in torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook. Over gloo make the DDP with a "
-        "bucket_cap_mb that all gradients fit in."
+        "Both are in torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook. Over gloo make it ddp = "
+        "DistributedDataParallel(model, bucket_cap_mb=MEGABYTES): one bucket for all gradients."
     )
     settings: dict[str, Any] = {"options": {"rank": rank}, "dense_share": 1 / WARM_UP}
     return Way(
         "torch-powersgd", sent, _compressed("powersgd", sent, rank=rank).make, "", in_ddp, hook, note, **settings
     )
+
+
+def bucket_of_all(nbytes: int) -> int:
+    """DDP's `bucket_cap_mb` with which gradients of so many bytes are one bucket."""
+    return nbytes // 2**20 + 1
 
 
 def _refuse_buckets(ddp: DistributedDataParallel) -> None:
@@ -175,7 +185,7 @@ def _refuse_buckets(ddp: DistributedDataParallel) -> None:
         raise ValueError(
             f"{nbytes / 2**20:.1f} MB of gradients are several buckets of {most / 2**20:g} MB, whose sums torch's "
             "PowerSGD hook starts in an order of its own on each rank: make it DistributedDataParallel(model, "
-            f"bucket_cap_mb={nbytes // 2**20 + 1})"
+            f"bucket_cap_mb={bucket_of_all(nbytes)})"
         )
 
 
