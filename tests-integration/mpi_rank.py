@@ -1,5 +1,7 @@
 """What mpiexec starts for a rank: asks forked_ranks.py for the rank, which speaks to mpiexec, and ends as it does.
 
+Where that is not MPICH's, whose ranks have a descriptor for it, it becomes the rank itself.
+
 usage: python -IS mpi_rank.py SOCKET WORDS (what stands behind `python`)
 """
 
@@ -9,6 +11,8 @@ import socket
 import sys
 
 path, *words = sys.argv[1:]
+if "PMI_FD" not in os.environ:
+    os.execv(sys.executable, [sys.executable, *words])  # noqa: S606 - no shell is wanted
 rank = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
 with socket.socket(socket.AF_UNIX) as asking:
     asking.connect(path)
