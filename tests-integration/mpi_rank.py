@@ -12,7 +12,7 @@ import sys
 
 path, *words = sys.argv[1:]
 if "PMI_FD" not in os.environ:
-    os.execv(sys.executable, [sys.executable, *words])  # noqa: S606 - no shell is wanted
+    os.execv(sys.executable, [sys.executable, *words])
 rank = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
 with socket.socket(socket.AF_UNIX) as asking:
     asking.connect(path)
