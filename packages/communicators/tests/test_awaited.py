@@ -22,11 +22,13 @@ def gather(rank):
 
 
 def late(comm, seconds=LATE):
+    began = time.monotonic()
     run(gather(comm.rank), comm, facts="the first, which agrees on facts")
     before = dict(comm.awaited)
     if comm.rank == 2:
         time.sleep(seconds)
     run(gather(comm.rank), comm, facts="the first, which agrees on facts")
+    assert all(waited <= time.monotonic() - began for waited in comm.awaited.values())
     return {peer: waited - before.get(peer, 0.0) for peer, waited in comm.awaited.items()}
 
 

@@ -373,6 +373,20 @@ def test_who_waits_in_vain():
         signals.wait_until(lambda: False, 0.1)
 
 
+def test_who_waits_is_told_at_once_that_the_signals_have_failed():
+    def body(comm):
+        signals, began = comm.signals(lambda source, value: None), time.monotonic()
+        if comm.rank == 1:
+            time.sleep(0.3)
+            signals.fail("enough")
+        else:
+            with pytest.raises(CollectiveError, match="enough"):
+                signals.wait_until(lambda: False, 30.0)
+        return time.monotonic() - began
+
+    assert max(on_all(ranks(2), body)) < 10
+
+
 def test_who_begins_to_wait_is_not_kept_waiting_by_naps_that_grew_while_nothing_came():
     def naps(comm):
         signals = comm.signals(lambda source, value: None)
