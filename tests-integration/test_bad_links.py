@@ -39,6 +39,13 @@ except CollectiveError as error:
 """
 
 
+def by_mpiexec(link, command):
+    try:
+        return link.mpiexec(command, timeout=100).stdout
+    except ValueError as error:
+        pytest.skip(str(error))  # Open MPI's
+
+
 def train_behind_a_link_that_goes_dark(world, native, dark, tmp_path):
     """Of each rank: seconds from the darkness to its error, and what that said; seconds until all had ended."""
     script, begun, since = tmp_path / "trains.py", tmp_path / "begun", []
@@ -54,7 +61,7 @@ def train_behind_a_link_that_goes_dark(world, native, dark, tmp_path):
 
         threading.Thread(target=darken, daemon=True).start()
         if world == "mpi":
-            printed = link.mpiexec(command, timeout=100).stdout
+            printed = by_mpiexec(link, command)
         else:
             printed = "".join(done.stdout for done in link.processes(command, timeout=100))
         ended = time.monotonic() - since[0]
@@ -122,7 +129,7 @@ def test_flipped_bits_never_make_ranks_differ(world, algorithms, tmp_path):
     command = [sys.executable, str(script), world, *algorithms]
     with SlowLink(ranks=3, mbit_per_second=200, milliseconds=0.2, flip_every=40) as link:
         if world == "mpi":
-            printed = link.mpiexec(command, timeout=100).stdout
+            printed = by_mpiexec(link, command)
         else:
             printed = "".join(done.stdout for done in link.processes(command, timeout=100))
     said, printed = {}, re.sub(r"([0-2]\|(?:error|\d+)\|)", r"\n\1", printed)  # mpiexec may join two ranks' lines

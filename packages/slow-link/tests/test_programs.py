@@ -6,6 +6,7 @@ from argparse import ArgumentTypeError
 import pytest
 from slow_link import Launcher
 from slow_link.__main__ import delay, rate
+from slow_link.launcher import find_mpiexec
 from slow_link.programs import NotUnderstood, program
 
 pytestmark = pytest.mark.quick
@@ -88,3 +89,14 @@ def test_rates_and_delays_are_read_with_their_units():
             rate(wrong)
     with pytest.raises(ArgumentTypeError, match="expected a delay such as 1ms or 50us \\(units: us, ms, s\\), got '1'"):
         delay("1")
+
+
+def test_another_mpis_launcher_is_refused(tmp_path, monkeypatch):
+    fake = tmp_path / "mpiexec.other"
+    fake.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(ValueError, match=r"is Open MPI's, which is not kept on the link: MPICH's is"):
+        find_mpiexec(fake.name)
+    fake.write_text("#!/bin/sh\necho HYDRA build details:\n")
+    assert find_mpiexec(fake.name) == str(fake)

@@ -199,7 +199,10 @@ def test_ping_pong_takes_the_modelled_time():
 @pytest.mark.mpi
 def test_ping_pong_by_mpi_takes_the_modelled_time():
     with link() as net:
-        done = net.mpiexec([sys.executable, "-c", OVER_MPI], timeout=60)
+        try:
+            done = net.mpiexec([sys.executable, "-c", OVER_MPI], timeout=60)
+        except ValueError as error:
+            pytest.skip(str(error))  # Open MPI's
     assert done.returncode == 0, done.stdout + done.stderr
     at_least_modelled(done.stdout, net)
 

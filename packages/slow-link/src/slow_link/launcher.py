@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -123,6 +124,7 @@ class Launcher:
             section: Options of every rank.
 
         Raises:
+            FileNotFoundError, ValueError: There is no mpiexec, or Open MPI's.
             subprocess.TimeoutExpired: The command took longer, and was ended.
         """
         words = list(mpiexec) or [find_mpiexec()]
@@ -214,11 +216,19 @@ class Launcher:
 
 
 def find_mpiexec(word: str = "mpiexec") -> str:
-    """Path of the launcher of this name beside this Python, else of the one on the PATH."""
+    """Path of MPICH's launcher of this name beside this Python, else on the PATH.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is Open MPI's, which names the variables that keep ranks on the link differently.
+    """
     beside = Path(sys.executable).parent / word
     found = str(beside) if beside.exists() else shutil.which(word)
     if found is None:
         raise FileNotFoundError(f"no {word} beside this Python or on the PATH: `pip install mpich`")
+    said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in said or "OpenRTE" in said:
+        raise ValueError(f"{found} is Open MPI's, which is not kept on the link: MPICH's is (`pip install mpich`)")
     return found
 
 
