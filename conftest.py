@@ -6,7 +6,10 @@ Of the cases of a test with the mark `few(n)` only n are taken, without --whole,
 """
 
 import os
+import subprocess
+import sys
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,19 @@ def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
         taken.append(best)
         left.remove(best)
     return taken
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what is marked mpich where mpiexec is Open MPI's."""
+    if item.get_closest_marker("mpich") and "Open MPI" in _mpiexec():
+        pytest.skip("mpiexec is Open MPI's, which has options, words and codes of its own, and no slow links")
+
+
+@cache
+def _mpiexec() -> str:
+    """What the mpiexec beside this Python says of itself."""
+    launcher = Path(sys.executable).parent / "mpiexec"
+    return subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout if launcher.exists() else ""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -39,13 +39,6 @@ except CollectiveError as error:
 """
 
 
-def by_mpiexec(link, command):
-    try:
-        return link.mpiexec(command, timeout=100).stdout
-    except ValueError as error:
-        pytest.skip(str(error))  # Open MPI's
-
-
 def train_behind_a_link_that_goes_dark(world, native, dark, tmp_path):
     """Of each rank: seconds from the darkness to its error, and what that said; seconds until all had ended."""
     script, begun, since = tmp_path / "trains.py", tmp_path / "begun", []
@@ -61,7 +54,7 @@ def train_behind_a_link_that_goes_dark(world, native, dark, tmp_path):
 
         threading.Thread(target=darken, daemon=True).start()
         if world == "mpi":
-            printed = by_mpiexec(link, command)
+            printed = link.mpiexec(command, timeout=100).stdout
         else:
             printed = "".join(done.stdout for done in link.processes(command, timeout=100))
         ended = time.monotonic() - since[0]
@@ -75,8 +68,8 @@ def train_behind_a_link_that_goes_dark(world, native, dark, tmp_path):
     [
         ("gloo", "native", 0),
         ("gloo", "ours", 2),
-        pytest.param("mpi", "native", 2, marks=pytest.mark.mpi),
-        pytest.param("mpi", "ours", 0, marks=pytest.mark.mpi),
+        pytest.param("mpi", "native", 2, marks=[pytest.mark.mpi, pytest.mark.mpich]),
+        pytest.param("mpi", "ours", 0, marks=[pytest.mark.mpi, pytest.mark.mpich]),
     ],
 )
 def test_every_rank_raises_in_time_and_ends(world, native, dark, tmp_path):
@@ -120,7 +113,10 @@ except CollectiveError as error:
 @pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("world", "algorithms"),
-    [("gloo", ("topk-dsa", "spardl")), pytest.param("mpi", ("dense", "spardl"), marks=pytest.mark.mpi)],
+    [
+        ("gloo", ("topk-dsa", "spardl")),
+        pytest.param("mpi", ("dense", "spardl"), marks=[pytest.mark.mpi, pytest.mark.mpich]),
+    ],
 )
 def test_flipped_bits_never_make_ranks_differ(world, algorithms, tmp_path):
     """In one of forty large packets. Totals are compared up to the error, which all ranks raise."""
@@ -129,7 +125,7 @@ def test_flipped_bits_never_make_ranks_differ(world, algorithms, tmp_path):
     command = [sys.executable, str(script), world, *algorithms]
     with SlowLink(ranks=3, mbit_per_second=200, milliseconds=0.2, flip_every=40) as link:
         if world == "mpi":
-            printed = by_mpiexec(link, command)
+            printed = link.mpiexec(command, timeout=100).stdout
         else:
             printed = "".join(done.stdout for done in link.processes(command, timeout=100))
     said, printed = {}, re.sub(r"([0-2]\|(?:error|\d+)\|)", r"\n\1", printed)  # mpiexec may join two ranks' lines

@@ -144,6 +144,7 @@ CHAINS = {
 @pytest.mark.few(1)
 @pytest.mark.timeout(600)  # a launch takes long on a busy machine
 @pytest.mark.parametrize(("ranks", "algorithm"), CHAINS)
+@pytest.mark.mpich
 def test_however_a_run_ends_no_rank_is_left_and_the_next_one_goes_on_with_it_at_once(job, ranks, algorithm):
     reached = ""
     for turn, (how, end, number) in enumerate(CHAINS[ranks, algorithm]):

@@ -169,6 +169,7 @@ def test_the_entry_point_becomes_the_rank(tmp_path, environment, told):
 
 @pytest.mark.few(0)
 @pytest.mark.mpi
+@pytest.mark.mpich
 def test_the_container_trains(tmp_path):
     """As it does without one: with what each operator sets."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -69,6 +69,7 @@ def launcher_of(started):
 @pytest.mark.few(0)
 @pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs Linux' /proc")
 @pytest.mark.timeout(300)
+@pytest.mark.mpich
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(job, tmp_path):
     folder, step = tmp_path / "runs" / "requeue", 0
     for turn in (1, 2):

@@ -31,6 +31,7 @@ def started(words, ranks=None):
 
 
 @pytest.mark.mpi
+@pytest.mark.mpich
 def test_mpiexec_starts_a_section_for_each_rank():
     [words] = started("mpiexec -genv A 1 -n 2 -env B 2 python train.py --lr 0.1")
     path, _, sections = words.partition(" ")
@@ -69,6 +70,7 @@ def test_anything_else_is_started_as_often_as_asked():
     ],
 )
 @pytest.mark.mpi
+@pytest.mark.mpich
 def test_what_is_not_understood_is_refused(words, ranks, reason):
     with pytest.raises(NotUnderstood) as raised:
         program(words.split(), ranks=ranks)

@@ -150,7 +150,7 @@ def heed_interrupts():
         (signal.SIGKILL, -9, ["--ranks", "2", "--"]),
         (signal.SIGINT, 130, ["--ranks", "2", "--"]),
         (signal.SIGINT, 130, [*TORCHRUN, "--no-python"]),
-        pytest.param(signal.SIGINT, 130, ["--", "mpiexec", "-n", "2"], marks=pytest.mark.mpi),
+        pytest.param(signal.SIGINT, 130, ["--", "mpiexec", "-n", "2"], marks=[pytest.mark.mpi, pytest.mark.mpich]),
     ],
 )
 def test_nothing_is_left_of_an_ended_run(number, status, launch, tmp_path):
@@ -197,12 +197,10 @@ def test_ping_pong_takes_the_modelled_time():
 @pytest.mark.slow
 @emulated
 @pytest.mark.mpi
+@pytest.mark.mpich
 def test_ping_pong_by_mpi_takes_the_modelled_time():
     with link() as net:
-        try:
-            done = net.mpiexec([sys.executable, "-c", OVER_MPI], timeout=60)
-        except ValueError as error:
-            pytest.skip(str(error))  # Open MPI's
+        done = net.mpiexec([sys.executable, "-c", OVER_MPI], timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     at_least_modelled(done.stdout, net)
 

@@ -50,6 +50,7 @@ def behind(tmp_path, launch, script, *, before=()):
 @emulated
 @pytest.mark.mpi
 @pytest.mark.parametrize("before", [[], WITHOUT_ROOT], ids=["as it is", "without root"])
+@pytest.mark.mpich
 def test_mpiexec_runs_behind_the_link(before, tmp_path):
     if before and (os.geteuid() != 0 or subprocess.run([*before, "true"], capture_output=True).returncode):
         pytest.skip("root is given up only by root, and where user namespaces are allowed")
