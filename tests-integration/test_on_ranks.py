@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import needs_pretend
+from old_torch import since_2_7
 
 SCRIPT = Path(__file__).parent / "on_ranks.py"
 MPI = (
@@ -40,6 +41,10 @@ SELDOM = {
     *("gloo-2:dense_cases", "gloo-2:sparse_cases", "gloo-3:partial_cases.LAWS", "gloo-3:ddp_learning"),
 }
 """What others take too, or what takes long: only with --whole, as the cases that a module names SELDOM."""
+SINCE_2_7 = {
+    "hsdp_cases": since_2_7("lacks FSDPModule.set_all_reduce_hook"),
+    "late_groups": since_2_7("may wait for the GIL for ever where a group of gloo is freed"),
+}
 PRETEND = ("pretend-gloo:device_cases", "pretend-untagged:device_cases")
 GPUS = torch.cuda.device_count()
 
@@ -70,7 +75,11 @@ def ranks_of(launch, item):
 
 def marks(name, module, case, seldom):
     seldom = seldom or case in getattr(import_module(module), "SELDOM", ())
-    return [*([pytest.mark.few(0)] if seldom else []), *needs(name)]
+    return [
+        *([pytest.mark.few(0)] if seldom else []),
+        *([SINCE_2_7[module]] if module in SINCE_2_7 else []),
+        *needs(name),
+    ]
 
 
 def needs(name):

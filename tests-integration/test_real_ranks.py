@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from old_torch import since_2_7
+
 SCRIPT = """
 import os
 import torch
@@ -30,6 +32,7 @@ assert not threads(), "one that is there still when Python ends may end the proc
 """
 
 
+@since_2_7("gives gloo's threads no names")
 def test_no_thread_of_gloos_outlives_the_group():
     """In a process of its own, which has imported no more of torch than the script does."""
     root = Path(__file__).parents[1]
