@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 import thinwire
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # as late as torch imports it, it would keep the group there is, whose threads then race
 from communicators import Link, SimulatedWorld
 from communicators.schedule import SLOT_BYTES
 from data_parallel import DistributedOptimizer, SparseHookState
@@ -325,6 +327,7 @@ WARNS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # im
 def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
+    gc.collect()  # a DDP module in garbage would keep the group's threads, of which one may end the process by SIGABRT
     dist.destroy_process_group()
 
 
