@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,6 @@ import pytest
 import thinwire
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # as late as torch imports it, it would keep the group there is, whose threads then race
 from communicators import Link, SimulatedWorld
 from communicators.schedule import SLOT_BYTES
 from data_parallel import DistributedOptimizer, SparseHookState
@@ -33,6 +33,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
+
+with warnings.catch_warnings(action="ignore"):  # of torch.jit; imported later, it would keep the group there is then
+    import torch.distributed.nn
+    from torch.distributed.optim import PostLocalSGDOptimizer
 
 pytestmark = pytest.mark.quick
 
@@ -366,8 +370,6 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
     )
     text, model = recommend(found).text, model_of()
     assert text.startswith(f"Use {name}: ")
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
     names = NAMES | {"SparseHookState": SparseHookState, "torch": torch, "STEPS": 3}
     names["PostLocalSGDOptimizer"] = PostLocalSGDOptimizer
     inner = inner_of(optimizer, model)
