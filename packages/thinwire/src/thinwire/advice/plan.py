@@ -48,8 +48,7 @@ def advise(
         model, optimizer = plan.apply(model, optimizer, steps=10_000)
 
     Args:
-        model: Its trained parameters' shapes and device count. Torch's own ways, which are hooks of DDP, are
-            recommended only where it is in DDP.
+        model: Its parameters' shapes and device count; torch's own ways are recommended only where it is in DDP.
         steps_per_second: Of one rank that trains alone.
         optimizer: "sgd", "adam", "adamw" or "muon", or one of these, with which you train.
         link: A name of those that `thinwire advise --help` lists, or a `communicators.Link`; default: what the ranks
@@ -57,9 +56,8 @@ def advise(
         ranks: With `link`: how many there will be.
         density: One or several that are to be considered; yours are advised even if they are known to learn worse.
         overlap: Whether gradients travel during backward; default: where the model is in DDP.
-        stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all ranks;
-            or a list of seconds of steps of this rank as measured, without exchanges, of which the fastest of all
-            stands for `steps_per_second`.
+        stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all; or a
+            list of seconds of this rank's steps without exchanges, whose fastest of all ranks sets `steps_per_second`.
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
