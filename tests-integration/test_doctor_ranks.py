@@ -119,7 +119,6 @@ def test_a_port_that_another_program_has(forked):
     assert "rank 1: FAULT 2 ranks were started (WORLD_SIZE), and rank 1 does not meet them (not done " in second.stderr
 
 
-@pytest.mark.quick
 def test_a_rank_that_does_not_come(forked, free_port):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0"}
     begin = time.monotonic()

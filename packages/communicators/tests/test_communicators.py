@@ -81,6 +81,7 @@ for variable in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
 """
 
 
+@pytest.mark.slow
 def test_several_ranks_without_a_way_between_them():
     """In a process of its own: this one may have imported mpi4py."""
     told = lines_of(UNDER_A_LAUNCHER)

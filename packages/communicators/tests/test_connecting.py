@@ -50,6 +50,7 @@ def told(ranks=2, patience=2.0):
         return [one.exception(30) for one in made]
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     for error in told():
@@ -58,6 +59,7 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch):
         assert "enforce fail" not in str(error)
 
 
+@pytest.mark.slow
 def test_ranks_that_have_met_and_cannot_connect(monkeypatch):
     """As where the interface of one is its own loopback, or a firewall drops what comes: gloo fails, or waits."""
     never = threading.Event()

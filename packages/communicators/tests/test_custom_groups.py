@@ -88,6 +88,7 @@ def test_a_communicator_that_has_failed_is_not_handed_out():
     assert [total for _, total in on_threads(groups, store)] == [[3.0] * 3] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_between_calls_is_told_before_the_ranks_meet_anew():
     """Else its next call would be summed with one that another rank made later."""
     groups, store = [Own(rank, 2) for rank in range(2)], dist.HashStore()

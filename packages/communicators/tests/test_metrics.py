@@ -138,6 +138,7 @@ def test_a_file_of_otlp_json_holds_every_number(tmp_path):
     assert told["thinwire.residual.norm"]["gauge"]["dataPoints"][0]["asDouble"] == 0.5
 
 
+@pytest.mark.slow
 def test_only_the_thread_that_trains_asks_for_statistics():
     asked, steps = set(), 0
 
@@ -214,6 +215,7 @@ def test_an_interval_is_no_negative_number():
             Snapshots(dict, every=wrong)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_or_none_is_told_in_one_line():
     snapshots = Snapshots(dict)
     with metrics.serving(snapshots, 0) as port:

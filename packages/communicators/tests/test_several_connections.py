@@ -163,6 +163,7 @@ def test_one_that_is_made_anew_has_as_many(make):
     assert on_all(comms, lambda comm: allreduce(torch.ones(2), comm).tolist()) == [[2.0, 2.0]] * 2
 
 
+@pytest.mark.slow
 def test_elastic_ranks_with_unlike_numbers():
     """One of them is told at once, and the other goes on."""
     store, ended = dist.HashStore(), Barrier(2)

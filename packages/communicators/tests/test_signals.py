@@ -256,6 +256,7 @@ def failure_of(signals):
     return ""
 
 
+@pytest.mark.slow
 def test_who_does_not_close_is_named_and_the_others_fail():
     def body(comm):
         signals = comm.signals()
@@ -272,6 +273,7 @@ def test_who_does_not_close_is_named_and_the_others_fail():
     assert "timed out after 0.2 s: rank 0 closes its signals" in on_all(comms, body)[1]
 
 
+@pytest.mark.slow
 def test_a_peer_that_has_departed_is_not_waited_for():
     comms = ranks(3)
     made = on_all(comms, lambda comm: comm.signals())

@@ -67,6 +67,7 @@ def warning():
     logger.removeHandler(handler)
 
 
+@pytest.mark.slow
 def test_who_waits_for_longer_than_the_time_out_says_so_and_goes_on(warning):
     """Real time: the slow rank computes until the others have waited for longer than their time-out."""
     comms = ranks(3)
@@ -109,6 +110,7 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others():
     assert said[0].startswith(expected)
 
 
+@pytest.mark.slow
 def test_two_ranks_that_do_not_hear_each_other_are_found_though_all_others_hear_both():
     """One of them counts the arrivals, and the other, which is not next to it, arrives."""
     comms = ranks(5)

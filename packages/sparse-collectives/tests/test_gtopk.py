@@ -65,6 +65,7 @@ def test_bytes_where_ranks_are_folded():
     assert world.bytes_sent == [messages * 112 for messages in world.messages_sent]
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks():
     size, n, k = 1024, 512, 4
     values = torch.randint(-99, 100, (size, n), generator=torch.Generator().manual_seed(0)).float()

@@ -63,6 +63,7 @@ def test_wan_use_a_sparse_one(capsys, monkeypatch):
     assert f'algorithm="{recommended["algorithm"]}"' in recommended["text"]
 
 
+@pytest.mark.slow
 def test_1gbit_something_helps(capsys):
     recommended = advice(capsys, "--link", "1gbit", "--density", "0.001")["recommendation"]
     assert recommended["speedup"] > 1.5
@@ -90,6 +91,7 @@ def test_json(capsys):
     assert set(found["recommendation"]) == {*found["predictions"][0], "rule", "reason", "runner_up", "text"}
 
 
+@pytest.mark.slow
 def test_without_overlap_a_step_is_the_sum_of_its_parts(capsys):
     found = advice(capsys, "--link", "1gbit", "--no-overlap")
     for p in found["predictions"]:

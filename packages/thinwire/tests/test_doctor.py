@@ -389,6 +389,7 @@ def test_ranks_that_do_not_come_to_the_store_of_torchrun_are_named(monkeypatch):
 HANGS = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(9)']); "
 
 
+@pytest.mark.slow
 def test_a_probe_ends_what_hangs_and_does_not_wait_for_what_that_started():
     begin = time.monotonic()
     found = probe([sys.executable, "-c", HANGS + "print(1, flush=True); time.sleep(30)"], {}, 1.0)

@@ -145,6 +145,7 @@ def job():
     pytest.skip("no three ports that follow one another are free")
 
 
+@pytest.mark.slow
 def test_one_endpoint_stands_for_all_of_its_machine_and_a_rank_that_vanishes_is_told(job):
     base, ends = job
     place, found = place_of([f"127.0.0.1:{base + 1}"]), {}
@@ -159,6 +160,7 @@ def test_one_endpoint_stands_for_all_of_its_machine_and_a_rank_that_vanishes_is_
     assert "rank 2 has gone after step 0" in shown.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_never_there_is_told(job):
     base, ends = job
     ends[0].close()
@@ -184,6 +186,7 @@ def test_a_job_that_ends_while_it_is_watched_is_told_in_a_line(job, monkeypatch)
     assert "rank 1 has gone" in shown.file.getvalue()
 
 
+@pytest.mark.slow
 def test_once_prints_a_frame_as_soon_as_steps_were_taken(job, monkeypatch):
     base, ends = job
     monkeypatch.setattr(command.time, "sleep", lambda seconds: [end.snapshots.take() for end in ends])

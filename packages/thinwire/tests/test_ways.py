@@ -395,6 +395,7 @@ def test_hooks_ask_for_ddp(way):
 LEARNS = accuracy.Known(0, 0, ("a", "b"), 1, (3, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_ddp", [False, True])
 def test_a_model_that_is_not_in_ddp_is_advised_no_hook_of_it(in_ddp, monkeypatch, one_process):
     """And what is advised can be applied, to as large a model over gloo."""
