@@ -13,6 +13,7 @@ from communicators import CollectiveError, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, PartialAllreduce
+from partial_collectives.protocol.rules import Rules
 from partial_collectives.pulse import ASKS, HEARD, WIDER, Pulse
 from ranks_on_threads import on_all, ranks
 
@@ -83,6 +84,24 @@ def test_who_waits_for_longer_than_the_time_out_says_so_and_goes_on(warning):
     assert on_all(comms, body) == [3.0] * 3
     assert "in partial round 0 for" in warning.said
     assert "all ranks live" in warning.said
+
+
+@pytest.mark.slow
+def test_who_waits_for_one_that_waits_elsewhere_says_what_to_do(warning):
+    """Rank 0 of two, drawn for the second round, goes to a barrier instead of giving to it."""
+    comms = ranks(2)
+    seed = next(seed for seed in range(99) if [Rules(seed=seed).drawn(round_, range(2)) for round_ in (0, 1)] == [0, 0])
+
+    def body(comm):
+        comm.timeout = 1.0
+        with PartialAllreduce(torch.zeros(1), comm, quorum="majority", seed=seed) as rounds:
+            for _ in range(1 + comm.rank):
+                rounds.allreduce(torch.ones(1))
+            if comm.rank == 0:
+                assert warning.event.wait(30)
+
+    on_all(comms, body)
+    assert "waits in partial round 1 for rank 0 to begin it, which must synchronize() before" in warning.said
 
 
 def test_a_rank_that_does_not_answer_is_named_by_all_others():

@@ -195,7 +195,8 @@ class EagerSGD(Wrapping):
         """Meets all ranks that have more steps, each after as many as it likes.
 
         Then parameters are the same on all, and no gradient is under way. Call it for evaluation, before a checkpoint,
-        and to set rates by hand, alike on all.
+        to set rates by hand, alike on all, and before any other collective: a round may wait for a rank that waits
+        there.
         """
         self._meet(finished=False)
 

@@ -419,7 +419,9 @@ class PartialRounds:
 
     def _waits(self) -> str:
         machine = self.machine
-        whom = "all others to end it" if machine.joined else f"rank {machine.coordinator} to begin it"
+        whom = "all others to end it"
+        if not machine.joined:
+            whom = f"rank {machine.coordinator} to begin it, which must synchronize() before it waits elsewhere"
         return f"rank {machine.rank} waits in partial round {machine.round} for {whom}"
 
 
