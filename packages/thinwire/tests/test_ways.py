@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -330,9 +331,14 @@ WARNS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # im
 @pytest.fixture
 def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
     yield
-    gc.collect()  # a DDP module in garbage would keep the group's threads, of which one may end the process by SIGABRT
+    gc.collect()  # of DDP modules, which keep the group
     dist.destroy_process_group()
+    time.sleep(
+        0.1
+    )  # a thread of the group's lets a hook's callback go; were it the last to hold it, it would join itself
+    del group
 
 
 IN_DDP = {"dense", "dense in bf16", "dense-int8", "powersgd rank=2", "powersgd rank=4", *FOR_DDP}

@@ -228,7 +228,13 @@ def _eager(quorum: Literal["solo", "majority"]) -> Way:
         "Give a learning-rate scheduler as its scheduler=. Call optimizer.synchronize() before an evaluation or a "
         "checkpoint, and optimizer.finish() at the end."
     )
-    return Way(f"eager-{quorum}", _model_sent, make, code, note=note, quorum=quorum)
+    return Way(f"eager-{quorum}", _partial_round_sent, make, code, note=note, quorum=quorum)
+
+
+def _partial_round_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
+    """The word that a round begins, all ranks' headers, of a few bytes each, and the sum."""
+    word = Traffic.of_bodies(0, 1, 1)
+    return Traffic.total(word, Traffic.allgather([0] * size, rank), _model_sent(rank, size, shapes))
 
 
 def _power_sgd_sent(columns: int, rank: int, size: int, shapes: Shapes) -> Traffic:
