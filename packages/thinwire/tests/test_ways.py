@@ -117,7 +117,7 @@ def test_bytes_are_those_that_a_training_sends(way, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.few(6)
+@pytest.mark.few(14)  # each way
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("way", OURS, ids=lambda way: way.name)
 def test_rounds_cost_what_the_simulated_clock_says(way, ranks):
@@ -335,9 +335,7 @@ def one_process():
     yield
     gc.collect()  # of DDP modules, which keep the group
     dist.destroy_process_group()
-    time.sleep(
-        0.1
-    )  # a thread of the group's lets a hook's callback go; were it the last to hold it, it would join itself
+    time.sleep(0.1)  # for a thread of the group that lets a callback go: the last to hold it, it would join itself
     del group
 
 
