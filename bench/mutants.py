@@ -213,9 +213,11 @@ def _covered(tree: Path, stage: str, under: Sequence[str]) -> Covered:
     command = [sys.executable, "-m", "pytest", *PYTEST, stage, "-m", STAGES[stage], "--cov-context", "test"]
     command += [f"--cov={folder}" for folder in under]
     command += ["--cov-report", "", "--durations", "0", "--durations-min", "0"]
-    command += ["-n", str(os.cpu_count()), "--dist", "loadfile"]
+    command += ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder", "-rfE"]
     done = subprocess.run(command, cwd=tree, env=os.environ | _environment(tree), capture_output=True, text=True)
-    assert not done.returncode, f"the tests fail as they are:\n{done.stdout[-2000:]}"
+    left_out = set(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE))
+    assert done.returncode == bool(left_out), f"the tests do not run:\n{done.stdout[-2000:]}"
+    print(*(f"left out, since it fails as it is: {name}" for name in sorted(left_out)), sep="\n", flush=True)
     seconds: dict[str, float] = {}
     for taken, name in re.findall(r"^([\d.]+)s \w+ +(\S.*)$", done.stdout, re.MULTILINE):
         seconds[name] = seconds.get(name, 0.0) + float(taken)
@@ -224,7 +226,9 @@ def _covered(tree: Path, stage: str, under: Sequence[str]) -> Covered:
     found = dict[str, dict[int, set[str]]]()
     for path in data.measured_files():
         lines = data.contexts_by_lineno(path).items()
-        by_line = {line: {context.rpartition("|")[0] for context in contexts} - {""} for line, contexts in lines}
+        by_line = {
+            line: {context.rpartition("|")[0] for context in contexts} - {"", *left_out} for line, contexts in lines
+        }
         found[str(Path(path).relative_to(tree))] = by_line
     return Covered(found, seconds)
 
