@@ -7,7 +7,7 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
-from data_parallel.adam_step_correction import CORRECTED, EVERY, WIDTH, sketch
+from data_parallel.adam_step_correction import CORRECTED, EVERY, WIDTH, _common_and_whole, sketch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -400,3 +400,13 @@ def test_where_nothing_is_too_short_nobody_is_warned(kind, size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SimulatedWorld(size).run(body)
+
+
+def test_a_step_that_one_rank_alone_has_looked_at_tells_nothing():
+    """Of one gradient nothing can be said to be common."""
+    looks = torch.zeros(EVERY, WIDTH + 2, dtype=torch.float64)
+    looks[0, 0], looks[0, -2], looks[0, -1] = 6.0, 18.0, 2
+    both = _common_and_whole(looks).tolist()
+    assert both == [9.0, 9.0]
+    looks[1, 0], looks[1, -2], looks[1, -1] = 5.0, 25.0, 1
+    assert _common_and_whole(looks).tolist() == both

@@ -238,3 +238,12 @@ def test_for_model_is_for_a_module_in_ddp():
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="ddp is a Linear, expected a DistributedDataParallel"):
         SparseHookState.for_model(model, sgd(model.parameters()))
+
+
+def test_each_bucket_is_saved_once_however_many_steps_there_were():
+    model, state = made()
+    ddp = wrapped(model, state)
+    for step in range(4):
+        backward(ddp, step)
+    names = [name for bucket in state.state_dict()["distributed"]["buckets"] for name in bucket]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())

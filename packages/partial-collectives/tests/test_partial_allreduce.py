@@ -344,3 +344,23 @@ def test_who_has_loaded_first_may_go_on_before_the_others_have_loaded(on_death):
     SimulatedWorld(3).run(before)
     for seed in range(10):
         assert SimulatedWorld(3, seed=seed, jitter=0.5).run(after) == [9.0] * 3
+
+
+@pytest.mark.parametrize("like", [[], (), 3.0, [torch.zeros(2), 1.0]])
+def test_what_is_no_tensor_is_refused(like):
+    with pytest.raises(TypeError):
+        PartialAllreduce(like, Alone())
+
+
+@pytest.mark.parametrize("like", [torch.zeros(2, dtype=torch.bool), torch.zeros(2).to_sparse()])
+def test_tensors_that_do_not_add_are_refused(like):
+    with pytest.raises(TypeError, match="expected dense tensors of a dtype that adds"):
+        PartialAllreduce([torch.zeros(1), like], Alone())
+
+
+@pytest.mark.parametrize("number", [True, -1, 1.0, "1"])
+def test_it_begins_at_a_whole_number(number):
+    with PartialAllreduce(torch.zeros(1), Alone()) as partial:
+        with pytest.raises(ValueError, match=f"a round's number is {number!r}, expected a whole one from 0 on"):
+            partial.begin_at(number)
+        partial.begin_at(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from communicators import SimulatedWorld
 from partial_collectives import EagerSGD
-from replicas import load_into, wholly
+from replicas import check_like, is_dense, load_into, wholly
 from torch.optim import lr_scheduler
 
 
@@ -49,7 +49,17 @@ def test_settings_may_be_others_than_when_it_was_saved(options):
     load_into(inner(), inner(**options).state_dict())
 
 
-@pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("betas", (0.9, "0.99")), ("fused", torch.zeros(2))])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr", "fast"),
+        ("lr", [0.1]),
+        ("betas", (0.9, "0.99")),
+        ("betas", 0.9),
+        ("betas", (0.9,)),
+        ("fused", torch.zeros(2)),
+    ],
+)
 def test_a_setting_that_is_none_of_its_kind_is_refused(key, value):
     state = inner(fused=False).state_dict()
     state["param_groups"][0][key] = value
@@ -85,3 +95,65 @@ def test_a_state_that_comes_too_late_is_refused_and_training_goes_on():
     (given, first), *others = SimulatedWorld(3).run(body)
     assert given == 24
     assert all(torch.equal(first, other) for _, other in others)
+
+
+def cut(tensor, nbytes):
+    """What a damaged file may give: a tensor whose storage ends before it does."""
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def test_a_scheduler_s_setting_that_is_no_number_is_refused():
+    state = lr_scheduler.StepLR(inner(), 2).state_dict()
+    with pytest.raises(ValueError, match="the scheduler's state, step_size is 'two', expected what 2 is"):
+        load_into(lr_scheduler.StepLR(inner(), 2), {**state, "step_size": "two"})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        [1.0],
+        torch.zeros(2).to_sparse(),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, dtype=torch.complex64),
+        cut(torch.zeros(3), nbytes=8),
+        cut(torch.zeros(6)[4:], nbytes=20),
+    ],
+)
+def test_what_has_no_memory_for_every_real_element_is_not_dense(given):
+    assert not is_dense(given)
+
+
+@pytest.mark.parametrize("given", [torch.zeros(0), torch.zeros(3, 2).t(), torch.zeros(9)[4:], torch.tensor(1)])
+def test_views_with_memory_are_dense(given):
+    assert is_dense(given)
+
+
+@pytest.mark.parametrize(
+    ("like", "fits", "wrong", "said"),
+    [
+        ({"a": 1}, [{"a": 2, "b": 3}], [[1], {"b": 1}, {"a": "1"}], "here"),
+        ([1], [[], (2, 3)], [1, ["1"], [-1]], "here"),
+        ([], [[], ["anything"]], [{}], "expected a list"),
+        (None, [None, 1, 0.5, [1]], ["1", b"1", {}], "expected None or a number"),
+        (True, [False], [1, None, "True"], "expected a bool"),
+        (1, [0, 2**40], [True, -1, 1.0, 2**70], "expected a"),
+        (-1, [-5, 3], [-(2**70), 0.5], "expected a whole number"),
+        (0.5, [1, 2.0, float("inf")], [float("nan"), True, "1", 2**70], "expected a"),
+        (float("nan"), [float("nan")], ["nan"], "expected a number"),
+        ("a", ["", "b"], [1, b"a"], "expected a text"),
+        (
+            torch.zeros(2),
+            [torch.ones(2), torch.ones(2, dtype=torch.float64)],
+            [torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(2).to_sparse(), [0.0, 0.0]],
+            r"expected a (dense tensor|tensor of torch.float32 of shape \(2,\))",
+        ),
+    ],
+)
+def test_each_value_is_of_the_kind_of_one_s_own(like, fits, wrong, said):
+    for given in fits:
+        check_like(given, like, "here")
+    for given in wrong:
+        with pytest.raises(ValueError, match=rf"here.*{said}|{said}"):
+            check_like(given, like, "here")

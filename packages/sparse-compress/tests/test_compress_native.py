@@ -349,6 +349,14 @@ def test_a_file_that_is_cut_off_is_not_loaded(compiled, tmp_path, share):
     assert found.words == "NumPy: kernels.so is cut off: install again"
 
 
+def test_a_file_that_lacks_a_function_is_not_used(compiled, monkeypatch):
+    monkeypatch.setitem(library.SIGNATURES, "sc_nowhere", (None, []))
+    found = library._opened(compiled, "c")
+    assert found.library is None
+    assert found.words.startswith("NumPy: kernels.so cannot be loaded: ")
+    assert "sc_nowhere" in found.words
+
+
 def test_without_a_compiler_one_line_says_so(tmp_path, monkeypatch):
     target = tmp_path / "kernels.so"
     monkeypatch.delenv(SWITCH, raising=False)

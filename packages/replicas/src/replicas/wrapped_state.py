@@ -86,7 +86,8 @@ def _check_numbers(given: Mapping[str, Any], own: Mapping[str, Any], where: str)
     for key, like in own.items():
         told, settings = given.get(key), like if isinstance(like, tuple) else (like,)
         each = told if isinstance(told, tuple | list) and isinstance(like, tuple) else (told,)
-        if all(map(_is_setting, settings)) and not all(one is None or _is_setting(one) for one in each):
+        alike = told is None or (len(each) == len(settings) and all(one is None or _is_setting(one) for one in each))
+        if all(map(_is_setting, settings)) and not alike:
             raise ValueError(f"{where}, {key} is {told!r:.100}, expected what {like!r} is: it was damaged")
 
 
