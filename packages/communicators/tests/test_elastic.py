@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from communicators import CollectiveError, Dies, Elastic, LeftOutError, Link, LinkLost, SimulatedWorld, allreduce
 from communicators.elastic import board
-from communicators.elastic.store import board_of
+from communicators.elastic.store import StoreBoard, board_of
 from communicators.elastic.testing import check_elastic_laws
 
 pytestmark = pytest.mark.quick
@@ -338,3 +338,18 @@ def test_a_record_gives_way_only_to_who_knows_the_newest():
         return told, own.get(board.RECORD), own.swap(board.RECORD, "by nobody", "late")
 
     assert SimulatedWorld(5).run(body) == [("by 0", "by 0", "by 0")] * 5
+
+
+def test_a_store_that_is_not_there_yet_is_waited_for():
+    store, refused = dist.HashStore(), [RuntimeError("refused")] * 2
+
+    def opened():
+        if refused:
+            raise refused.pop()
+        return store
+
+    assert StoreBoard(opened, "here").swap("key", "", "first") == "first"
+    board = StoreBoard(opened, "here")
+    board.patience, refused[:] = 0.0, [RuntimeError("refused")] * 9
+    with pytest.raises(TimeoutError, match="refused"):
+        board.swap("key", "", "first")

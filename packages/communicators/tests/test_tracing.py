@@ -42,3 +42,12 @@ def test_a_trace_of_nothing_is_one(tmp_path):
         pass
     write_trace(recorded, tmp_path / "trace.json")
     assert "traceEvents" in (tmp_path / "trace.json").read_text()
+
+
+def test_what_is_no_bar_of_ours_stays_where_it_is():
+    others = [
+        {**bar("exchange", 0, 5), "cat": "cpu_op"},
+        {**bar("exchange", 1, 5), "ph": "i"},
+        {**bar("gloo:recv", 2, 5), "ph": "f", "cat": "flow"},
+    ]
+    assert on_tracks([dict(event) for event in others]) == others

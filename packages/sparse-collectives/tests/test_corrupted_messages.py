@@ -6,10 +6,10 @@ import torch
 from communicators import CollectiveError, Elapse, SimulatedWorld, run
 from hypothesis import settings
 from sparse_collectives import ALGORITHMS, WIRES
-from sparse_collectives.algorithms import kth_largest
+from sparse_collectives.algorithms import kth_largest, topk_dsa
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.allreduce import prepare
-from sparse_collectives.wire import InvalidMessageError
+from sparse_collectives.wire import RAW, InvalidMessageError
 from sparse_compress import SparseVector, spread_keys, topk
 
 pytestmark = pytest.mark.quick
@@ -151,3 +151,9 @@ def test_ranks_in_teams_are_named_as_they_are_in_the_world():
         outcomes = call(4, sparse, 16, "spardl", {"teams": 2}, "fp32", [None] * 4, 2, damage)
         said |= {text.split("InvalidMessageError: ")[1][:6] for text in outcomes if isinstance(text, str)}
     assert said == {"rank 0", "rank 3"}
+
+
+def test_a_block_that_is_longer_than_a_dense_one_is_the_senders():
+    said = "rank 3 .*a block of 17 bytes, expected at most 16"
+    with pytest.raises(InvalidMessageError, match=said):
+        topk_dsa._decode(torch.zeros(17, dtype=torch.uint8), (4, 8), SparseVector.empty(9), RAW, 3)

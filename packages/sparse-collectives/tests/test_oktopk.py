@@ -8,12 +8,13 @@ import pytest
 import torch
 from communicators import CollectiveError, Dies, SimulatedWorld, run, testing
 from data_parallel import DistributedOptimizer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, is_uneven
+from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, gather_evenly_sent, is_uneven
 from sparse_collectives.algorithms.kth_largest import kth_largest, kth_largest_sent, sample_count
 from sparse_collectives.algorithms.oktopk import SPAN, OkTopk, oktopk_traffic
+from sparse_collectives.wire import RAW
 from sparse_compress import SparseVector, spread_keys, topk
 
 OFTEN = {"thresholds_every": 2, "boundaries_every": 3}
@@ -297,13 +298,29 @@ def test_many_keys_lie_in_small_spans():
 
 
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=9))
+@example(counts=[2, 0, 0, 6])  # the first has its share already
 def test_gathered_evenly(counts):
     size, edges = len(counts), np.cumsum([0, *counts])
     whole = topk(torch.arange(1.0, edges[-1] + 2), int(edges[-1]) + 1)
     parts = [SparseVector(whole.indices[a:b], whole.values[a:b], whole.numel) for a, b in itertools.pairwise(edges)]
-    world = SimulatedWorld(size)
-    for gathered in world.run(lambda c: run(gather_evenly(parts[c.rank], counts, c.rank, size), c).total):
+    world, rounds = SimulatedWorld(size), [0] * size
+
+    def counted(schedule, rank):
+        received = None
+        while True:
+            try:
+                action = schedule.send(received)
+            except StopIteration as stop:
+                return stop.value
+            rounds[rank] += bool(action.sends or action.recvs)
+            received = yield action
+
+    for gathered in world.run(
+        lambda c: run(counted(gather_evenly(parts[c.rank], counts, c.rank, size), c.rank), c).total
+    ):
         assert torch.equal(gathered.values, whole.values[:-1])
+    told = [gather_evenly_sent(rank, torch.float32, counts, whole.numel, RAW) for rank in range(size)]
+    assert told == list(zip(world.bytes_sent, world.messages_sent, rounds, strict=True))
     assert max(even_counts(sum(counts), size)) - min(even_counts(sum(counts), size)) <= 1
     assert not is_uneven(even_counts(1000, size))
 
@@ -370,3 +387,14 @@ def test_what_shrinks_is_still_sent(every, share, size):
 def test_wrong_options(options):
     with pytest.raises(ValueError, match="expected 1 call or more"):
         oktopk(normal(1, 9, 3), 3, **options)
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_most_that_a_first_call_sends_is_some_6k_elements(size, dtype):
+    """And samples and boundaries, which grow as √k."""
+    k, numel = 160_000, 16_000_000
+    sent = OkTopk().sent(0, size, k, numel, dtype).nbytes
+    values = dtype.itemsize
+    assert (4 + values) * (2 + (size - 1) / size) * k <= sent
+    assert sent <= (4 + values) * 3 * k + 4 * size * size.bit_length() * sample_count(k) * values + 1000 * size

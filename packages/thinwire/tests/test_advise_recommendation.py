@@ -2,6 +2,7 @@
 
 import json
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from sparse_compress import TopK, WarmUp
 from thinwire.advice import accuracy
 from thinwire.advice.accuracy import Known, in_a_column, known
 from thinwire.advice.measuring import PROBE_SECONDS, share_taken
-from thinwire.advice.recommendation import recommend
+from thinwire.advice.recommendation import _other_lines, recommend
 from thinwire.advice.report import as_json, as_text
 from thinwire.advice.situation import Situation
+from thinwire.advice.ways import BY_NAME
 
 OPTIMIZERS = ("sgd", "adam", "adamw")  # of which updates may be sent
 RECORD = "thinwire.advice.situation.known"
@@ -366,3 +368,15 @@ def test_unequal_links_are_told_with_the_remedy(mbits, said):
     text = as_text(situation(ranks=len(mbits), paths=Paths(alpha, rates, tuple(rate / 2 for rate in rates))))
     assert ("Links are unequal" in text) == (said is not None)
     assert all(part in text for part in said or ())
+
+
+@pytest.mark.parametrize(("optimizer", "said"), [("adamw", True), ("muon", False)])
+def test_another_learning_rate_is_told_where_the_way_takes_one(optimizer, said):
+    for name, way in BY_NAME.items():
+        lines = _other_lines(situation(optimizer=optimizer), SimpleNamespace(variant=name))
+        told = [line for line in lines if line.startswith("Take ")]
+        scaled = said and way.rate != 1
+        assert told == scaled * [
+            f"Take {way.rate:g} of your learning rate: blocks of steps go further than their mean."
+        ]
+    assert any(way.rate != 1 for way in BY_NAME.values())
