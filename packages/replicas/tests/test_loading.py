@@ -1,6 +1,7 @@
 """Legal states that are loaded, and errors that are not a state's."""
 
 import copy
+from enum import Enum
 
 import pytest
 import torch
@@ -157,3 +158,85 @@ def test_each_value_is_of_the_kind_of_one_s_own(like, fits, wrong, said):
     for given in wrong:
         with pytest.raises(ValueError, match=rf"here.*{said}|{said}"):
             check_like(given, like, "here")
+
+
+class Holder:
+    """An object as ours are, with what may hang on one."""
+
+    def __init__(self):
+        self.steps, self.optimizer = 1, inner(lr=0.1)
+        self.by_name, self.parts, self.pair = {"a": [1, 2]}, [{"b": 3}], ({"c": 4}, 5)
+        self.module, self.mode = torch.nn.Linear(1, 1), Mode.SLOW
+        self.own, self.lasting = Own(), Lasting()
+        self.parts.append(self.parts)  # a circle
+
+
+class Mode(Enum):
+    SLOW = "slow"
+    FAST = "fast"
+
+
+class Own:
+    def __init__(self):
+        self.state = {"d": 6}
+
+    def load_state_dict(self, state):
+        """As a user's compressor has."""
+
+
+class Lasting(Own):
+    loads_wholly = True
+
+
+def half_loaded(holder, error):
+    holder.steps, holder.added, holder.mode = 2, True, Mode.FAST
+    holder.by_name["a"].append(3)
+    holder.by_name["e"] = 1
+    holder.parts[0]["b"] = 0
+    holder.parts.append(7)
+    holder.pair[0].clear()
+    holder.optimizer.param_groups[0]["lr"] = 0.2
+    holder.optimizer.other = 1
+    holder.own.state["d"] = 0
+    holder.own.state = {}
+    holder.lasting.state = {}
+    holder.module.bias = None
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyError("gone"), RuntimeError("size"), MemoryError(), OSError()])
+def test_an_error_leaves_all_that_hangs_on_it_as_it_was(error):
+    holder = Holder()
+    kept = {name: vars(holder)[name] for name in ("by_name", "parts", "pair", "optimizer", "own")}
+    raised = type(error) if isinstance(error, MemoryError | OSError) else ValueError
+    with pytest.raises(raised), wholly(holder, "it", {"steps": 2}):
+        half_loaded(holder, error)
+    assert (holder.steps, holder.mode, hasattr(holder, "added")) == (1, Mode.SLOW, False)
+    assert all(vars(holder)[name] is held for name, held in kept.items())
+    assert (holder.by_name, holder.parts[0], holder.pair) == ({"a": [1, 2]}, {"b": 3}, ({"c": 4}, 5))
+    assert len(holder.parts) == 2
+    assert holder.optimizer.param_groups[0]["lr"] == 0.1
+    assert not hasattr(holder.optimizer, "other")
+    assert holder.own.state == {"d": 6}
+    assert (holder.lasting.state, holder.module.bias) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"state": [], "param_groups": [{"params": [0, 1]}]}, "the wrapped optimizer's state, state of the state is"),
+        ({"state": {}, "param_groups": {}}, "the wrapped optimizer's state, param_groups of the state is"),
+        (
+            {"state": {}, "param_groups": [[]]},
+            "an entry of the wrapped optimizer's state, param_groups of the state is",
+        ),
+        (
+            {"state": {}, "param_groups": [{}]},
+            r"an entry of the wrapped optimizer's state, param_groups lacks .'params'",
+        ),
+        ({"state": {}}, r"the wrapped optimizer's state lacks .'param_groups'"),
+    ],
+)
+def test_a_state_that_is_built_otherwise_is_refused_by_name(state, said):
+    with pytest.raises(ValueError, match=said):
+        load_into(inner(), state)
