@@ -264,3 +264,15 @@ def test_statistics_tell_the_group_and_whose_messages_were_lacking():
     assert of_late
     assert min(of_late) > 14.9
     assert sum(seconds for name, seconds in ranks[2].items() if "awaited" in name) < 0.1
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "gtopk", "powersgd"])
+def test_one_rank_sends_nothing(algorithm):
+    model = nn.Linear(30, 20)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), comm=Alone(), algorithm=algorithm)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 30)).sum().backward()
+        optimizer.step()
+    assert optimizer.stats()["bytes_sent"] == 0

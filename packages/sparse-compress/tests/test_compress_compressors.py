@@ -413,6 +413,15 @@ def test_clip_locally():
     assert gradients[1].item() == pytest.approx(4)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-7, 1e-6, 1e-3])
+def test_small_gradients_are_clipped_as_torch_clips_them(size):
+    ours, torchs = [torch.tensor([size])], torch.nn.Parameter(torch.zeros(1))
+    torchs.grad = ours[0].clone()
+    clip_locally(ours, max_norm=1e-6, ranks=1)
+    torch.nn.utils.clip_grad_norm_([torchs], 1e-6)
+    assert torch.equal(ours[0], torchs.grad)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

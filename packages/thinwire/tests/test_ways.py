@@ -13,7 +13,7 @@ import pytest
 import thinwire
 import torch
 import torch.distributed as dist
-from communicators import Link, SimulatedWorld
+from communicators import Alone, Link, SimulatedWorld
 from communicators.schedule import SLOT_BYTES
 from data_parallel import DistributedOptimizer, SparseHookState
 from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo
@@ -173,6 +173,13 @@ def test_the_dense_steps_before_power_sgd_are_in_its_mean():
     steps = {s.prediction.name: s for s in situation().predictions()}
     low_rank, dense = steps["powersgd rank=2"], steps["dense"]
     assert low_rank.mean == pytest.approx(0.1 * dense.seconds + 0.9 * low_rank.seconds)
+
+
+def test_power_sgd_is_made_with_these_dense_steps():
+    model = torch.nn.Linear(40, 30)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = BY_NAME["powersgd rank=2"].make(inner, model, Alone(), steps=25, every=1)
+    assert "dense_steps=2" in made._exchange.facts().split(", ")
 
 
 @pytest.mark.slow
