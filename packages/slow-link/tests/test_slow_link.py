@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slow_link import Port, SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep
 from slow_link import link as slow_link_module
+from slow_link.link import _ending_as_exceptions
 from slow_link.switch import VNET_BYTES, Lines, Switch, receiver, wire_bytes
 from slow_link.throttled import Throttled, behind_link
 
@@ -303,3 +305,16 @@ def test_throttled_link_says_so(monkeypatch, capsys):
         pass
     monkeypatch.setenv("SLOW_LINK_THROTTLE", done.stdout)
     assert isinstance(behind_link(), Throttled)
+
+
+def test_signals_that_end_a_process_are_exceptions_in_the_main_thread_alone():
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)), _ending_as_exceptions():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def inside():
+        with _ending_as_exceptions():
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(inside).result() is signal.SIG_DFL
