@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from communicators import Alone, CollectiveError, SimulatedWorld, allreduce, barrier
+from communicators import Alone, CollectiveError, Link, SimulatedWorld, allreduce, barrier
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce
@@ -364,3 +364,24 @@ def test_it_begins_at_a_whole_number(number):
         with pytest.raises(ValueError, match=f"a round's number is {number!r}, expected a whole one from 0 on"):
             partial.begin_at(number)
         partial.begin_at(0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0, 2.0, 3.0, 4.0])
+def test_a_state_in_the_middle_of_a_round_is_that_of_its_end(seconds):
+    """Rank 1 takes part in what rank 0 begins, whatever it does meanwhile."""
+
+    def body(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo") as partial:
+            state = None
+            if comm.rank:
+                comm.elapse(seconds)
+                state = partial.state_dict()
+            else:
+                partial.allreduce(torch.ones(1))
+            list(partial.finish())
+            return state
+
+    state = SimulatedWorld(2, link=Link(1.0, 0.0)).run(body)[1]
+    begun = state["machine"]["round"]
+    assert [result["round"] for result in state["results"]] == list(range(begun))
+    assert begun >= (seconds >= 1.0)
