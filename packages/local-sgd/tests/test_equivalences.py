@@ -237,7 +237,7 @@ def test_easgd_refuses_what_does_not_contract(m, beyond):
     def body(comm):
         p = torch.nn.Parameter(torch.zeros(1))
         for wrong in (2 / (m + 1) + beyond, -beyond):
-            with pytest.raises(ValueError, match=r"expected 0 < alpha < 2/\(m \+ 1\)"):
+            with pytest.raises(ValueError, match=r"expected 0 < alpha < 2/\(P \+ 1\)"):
                 EASGD(sgd([p]), comm=comm, alpha=wrong)
 
     SimulatedWorld(m).run(body)

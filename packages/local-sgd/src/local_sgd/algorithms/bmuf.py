@@ -51,7 +51,7 @@ class BMUF(PeriodicAveraging):
         x ← z                                                          every τ steps
 
     A steady change is multiplied by ζ/(1 − η), on top of the factor of the inner SGD's own momentum. So ζ is 1 − η by
-    default, and the learning rate means the same as without BMUF. With the paper's ζ = 1, η = 1 − 1/m gives m ranks
+    default, and the learning rate means the same as without BMUF. With the paper's ζ = 1, η = 1 − 1/P gives P ranks
     that share the data the step of one rank that sees all of it. BMUF(block_rate=1, momentum=0) is LocalSGD; with
     Nesterov's form it is DiLoCo of outer rate ζ and momentum η; without it, SlowMo at a constant rate. The model is z.
 
@@ -59,7 +59,7 @@ class BMUF(PeriodicAveraging):
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
         block_rate: ζ > 0, default 1 − η.
-        momentum: 0 ≤ η < 1, default 1 − 1/m, and 0.875 for more than 8 ranks.
+        momentum: 0 ≤ η < 1, default 1 − 1/P, and 0.875 for more than 8 ranks.
         nesterov: Whether to use Nesterov's form; the paper has both. The other form oscillates more, and learnt badly
             here at rates that suit plain SGD.
         **settings: See `PeriodicAveraging`.

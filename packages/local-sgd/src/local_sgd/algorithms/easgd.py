@@ -24,13 +24,13 @@ class Elastic(Rule):
     pulled: float = field(default=0.0, init=False, repr=False)  # α with which ranks were pulled last
 
     def prepare(self, size: int) -> None:
-        """Sets α to 0.9/m by default; refuses values that do not contract."""
+        """Sets α to 0.9/P by default; refuses values that do not contract."""
         if math.isnan(self.alpha):
             self.alpha = 0.9 / size
         if not 0 < self.alpha < 2 / (size + 1):
             raise ValueError(
-                f"alpha is {self.alpha}, expected 0 < alpha < 2/(m + 1) = {2 / (size + 1):.4g} for m = {size} ranks: "
-                "outside ranks and anchor swing apart; the default is 0.9/m"
+                f"alpha is {self.alpha}, expected 0 < alpha < 2/(P + 1) = {2 / (size + 1):.4g} for P = {size} ranks: "
+                "outside ranks and anchor swing apart; the default is 0.9/P"
             )
 
     def apply(self, parts: Sequence[Part], xs: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
@@ -62,18 +62,18 @@ class Elastic(Rule):
 class EASGD(PeriodicAveraging):
     """Pulls ranks and an anchor towards each other; ranks stay apart, and explore.
 
-        z' = z + α·Σ(x − z)            over all m ranks
+        z' = z + α·Σ(x − z)            over all P ranks
         x ← (1 − α)·x + α·z
         z ← z'                                                         every τ steps
 
     z is not needed before the next boundary, so its exchange overlaps, and changes nothing: ranks send the pulled x,
-    from which Σ(x − z) = Σ(pulled x − z)/(1 − α). A boundary does not change Σx + z. It contracts only for 0 < α < 2/(m
+    from which Σ(x − z) = Σ(pulled x − z)/(1 − α). A boundary does not change Σx + z. It contracts only for 0 < α < 2/(P
     + 1); other values are refused. The model is z.
 
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
-        alpha: α, default 0.9/m.
+        alpha: α, default 0.9/P.
         **settings: See `PeriodicAveraging`. weighted=True is refused, because there is no mean to weight, and so is
             `native`, which has no use here.
     """
