@@ -258,6 +258,20 @@ def loss_of(model, generator):
 FOR_DDP = {way.name for way in OF_DDP}
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_plan_makes_the_optimizer_that_it_names(optimizer):
+    """Where DDP is not used, a sparse exchange is that of updates, with SGD too. One rank has no teams."""
+    for name in (case.values[1] for case in PLANS if case.values[0] == optimizer and case.values[1] not in FOR_DDP):
+        if "teams" not in name:
+            plan, model = planned(optimizer, name), model_of()
+            same, wrapped = plan.apply(model, inner_of(optimizer, model), steps=60, comm=Alone())
+            p = plan.recommendation.step.prediction
+            sparse = "DistributedOptimizer" if p.algorithm == "dense" else "UpdateOptimizer"
+            said = BY_NAME[p.variant].code if p.variant in BY_NAME else sparse
+            assert same is model
+            assert f"{type(wrapped).__name__}(" in f"{said}("
+
+
 @pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if each.values[1] not in FOR_DDP])
