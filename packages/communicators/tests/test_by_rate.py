@@ -159,3 +159,17 @@ def test_paths_are_measured_in_both_directions_the_same_on_all_ranks(size):
     for source in range(size):
         for target in set(range(size)) - {source}:
             assert found[0](source, target).alpha == pytest.approx(alpha(source, target), rel=0.15)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_that_come_late_do_not_make_paths_long(size):
+    """By one measurement as by the median of several."""
+    world = SimulatedWorld(size, link=lambda source, target: Path(1e-3, 1e-9, 1e-9))
+
+    def body(comm):
+        comm.elapse(5.0 * comm.rank)
+        return measure_paths(comm, nbytes=1 << 14, repeats=1)
+
+    for found in world.run(body):
+        alphas = [found.alpha[a][b] for a in range(size) for b in range(size) if a != b]
+        assert alphas == pytest.approx([1e-3] * len(alphas), rel=0.1)

@@ -231,3 +231,31 @@ def test_a_state_of_another_optimizer_is_told_when_it_is_loaded():
     with pytest.raises(ValueError, match=r"have \['amsgrad'.*lack.*'momentum'.*expected those of a SGD"):
         other.load_state_dict(state)
     assert "momentum" in other.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("algorithm", 3),
+        ("algorithm_state", {}),
+        ("steps", "three"),
+        ("steps", -1),
+        ("skipped", None),
+        ("residuals", []),
+        ("residuals", {"a": [0.0] * 6, "b": torch.zeros(4)}),
+        ("residuals", {"a": torch.zeros(2, 3, dtype=torch.int64), "b": torch.zeros(4)}),
+    ],
+)
+def test_a_damaged_value_is_refused_by_its_name(key, value):
+    """Before anything is loaded."""
+
+    def body(comm):
+        model, optimizer = make(comm)
+        train(model, optimizer, comm.rank, range(2))
+        before, state = optimizer.state_dict(), saved(optimizer.state_dict())
+        state["distributed"][key] = value
+        with pytest.raises(ValueError, match=rf"{key} .*damaged"):
+            optimizer.load_state_dict(state)
+        assert str(optimizer.state_dict()) == str(before)
+
+    SimulatedWorld(2).run(body)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slow_link import Port, SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep
 from slow_link import link as slow_link_module
 from slow_link.link import _ending_as_exceptions
-from slow_link.switch import VNET_BYTES, Lines, Switch, receiver, wire_bytes
+from slow_link.switch import HEADERS_BYTES, VNET_BYTES, Lines, Switch, receiver, wire_bytes
 from slow_link.throttled import Throttled, behind_link
 
 pytestmark = pytest.mark.quick
@@ -318,3 +318,15 @@ def test_signals_that_end_a_process_are_exceptions_in_the_main_thread_alone():
 
     with ThreadPoolExecutor(1) as other:
         assert other.submit(inside).result() is signal.SIG_DFL
+
+
+def test_of_large_packets_every_nth_has_one_bit_flipped_behind_its_headers():
+    switch, packets = (
+        Switch([1, 2], lines([Port()] * 2), flip_every=3),
+        [bytes(999), *[bytes(1000 + n) for n in range(20)]],
+    )
+    flipped = [[(at, byte) for at, byte in enumerate(switch._corrupted(packet)) if byte] for packet in packets]
+    assert [len(places) for places in flipped] == [0] + [n % 3 == 2 for n in range(20)]
+    places = [place for found in flipped for place in found]
+    assert all(at >= HEADERS_BYTES and byte.bit_count() == 1 for at, byte in places)
+    assert len({at for at, _ in places}) == len({byte for _, byte in places}) == len(places)

@@ -377,6 +377,7 @@ def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimiz
     same, wrapped = plan.apply(ddp, inner, steps=10)
     assert same is ddp
     assert wrapped is inner or name == "torch-local-sgd sync_every=4"
+    assert bool(ddp._comm_hooks) == (name != "dense")
     loss_of(ddp, torch.Generator().manual_seed(0)).backward()
     wrapped.step()
 
@@ -438,6 +439,14 @@ def test_a_model_that_is_not_in_ddp_is_advised_no_hook_of_it(in_ddp, monkeypatch
     assert ("it is a hook of DDP, and the model is not in DDP" in found.text) != in_ddp
     assert ("DistributedDataParallel(model, bucket_cap_mb=2)" in found.text) == in_ddp
     plan.apply(given, inner, steps=100)
+
+
+@pytest.mark.parametrize("name", ["dense-int8", "powersgd rank=2", "powersgd rank=4"])
+def test_compressors_of_whole_gradients_are_hooks_of_ddp(name, one_process):
+    model = torch.nn.Linear(60, 50)
+    ddp, inner = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    assert BY_NAME[name].in_ddp(ddp, inner, 30) is inner
+    assert f"algorithm='{name.split()[0]}'" in str(ddp._comm_hooks[0][1])
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 8])
