@@ -57,6 +57,21 @@ def test_seconds_are_those_of_the_hidden_fraction(quadratic, algorithm, hidden):
     assert fraction == pytest.approx(hidden, abs=0.01)
 
 
+def test_a_sum_by_the_transport_itself_is_waited_for_where_it_begins(quadratic):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = made(comm, task, LocalSGD, native=True)
+        for step in range(5 * TAU):
+            comm.elapse(1e-3)
+            task.train(optimizer, [step])
+        return optimizer.stats(), optimizer.hidden_fraction
+
+    stats, fraction = SimulatedWorld(2, Link(4e-3, 0.0)).run(body)[0]
+    assert stats["seconds_waited"] == pytest.approx(stats["seconds_exchanging"])
+    assert (stats["seconds_hidden"], fraction) == (pytest.approx(0), pytest.approx(0))
+    assert stats["seconds_waited"] > 0
+
+
 def test_steps_of_before_a_resume_are_not_what_is_compared_with(quadratic):
     def body(comm):
         task = quadratic(comm.rank)

@@ -1,5 +1,7 @@
 """Bytes that change on their way: a result or one error on all ranks, never a crash, a hang or an allocation."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -134,6 +136,15 @@ def test_counts_that_fit_no_threshold_are_everybodys():
     """Each rank's may be true, but 5 keys cannot all be larger than the second largest."""
     found = spread_keys.KthLargest(0, [3, 2], [0, 0])
     with pytest.raises(InvalidMessageError, match="together is no valid message: 5 keys are larger than the 2-th"):
+        kth_largest._check_found(found, [3, 2], 2)
+
+
+@pytest.mark.parametrize(
+    ("larger", "equal", "fits"), [(1, 0, False), (1, 1, True), (0, 2, True), (2, 1, False), (0, 1, False)]
+)
+def test_the_second_largest_is_smaller_than_one_key_at_most(larger, equal, fits):
+    found = spread_keys.KthLargest(0, [larger, 0], [equal, 0])
+    with nullcontext() if fits else pytest.raises(InvalidMessageError, match="larger than the 2-th"):
         kth_largest._check_found(found, [3, 2], 2)
 
 
