@@ -43,6 +43,8 @@ def test_one_rank_alone():
 def test_a_transport_that_is_not_there():
     with pytest.raises(ValueError, match="expected 'host' or 'nccl'"):
         as_communicator(Alone(), transport="tcp")
+    with pytest.raises(TypeError, match="a Communicator is connected already"):
+        as_communicator(Alone(), connections=2)
     with pytest.raises(ValueError, match="is for a torch process group with NCCL"):
         as_communicator(Alone(), transport="nccl")
     assert as_communicator(Alone(), transport="host").size == 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
+from data_parallel.state_dict import ERROR_STATE, check_fit
 from sparse_collectives import ALGORITHMS
 from sparse_compress import RandomK, TopK
 from torch import nn
@@ -259,3 +260,13 @@ def test_a_damaged_value_is_refused_by_its_name(key, value):
         assert str(optimizer.state_dict()) == str(before)
 
     SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_parameters_by_name_are_no_parameters_by_number(named):
+    """As two SparseHookStates save them."""
+    by_name, by_number = {"a": torch.zeros(2)}, {"parameter 0": torch.zeros(2)}
+    own, shapes = (by_number, by_name) if named else (by_name, by_number)
+    said = "was saved without named_parameters" if named else "was saved with named_parameters"
+    with pytest.raises(ValueError, match=said):
+        check_fit(dict.fromkeys(ERROR_STATE, own), {name: tensor.shape for name, tensor in shapes.items()})

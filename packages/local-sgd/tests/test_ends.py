@@ -457,3 +457,13 @@ def test_steps_after_which_ranks_did_not_come_together_are_said_when_the_optimiz
     said = [one.getMessage() for one in caplog.records]
     assert len(said) == (1 if not end and (taken == 5 or parts) else 0)
     assert all(f"steps of {algorithm.__name__} since its ranks last came together" in one for one in said)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_settings_that_differ_are_told_so_when_it_is_made(broadcast):
+    def body(comm):
+        inner = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+        with pytest.raises(CollectiveError, match=r"ranks disagree on call \d+: .*weighted=False.*weighted=True"):
+            LocalSGD(inner, comm=comm, weighted=bool(comm.rank), broadcast=broadcast)
+
+    SimulatedWorld(2).run(body)

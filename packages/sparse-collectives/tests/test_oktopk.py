@@ -11,7 +11,7 @@ from data_parallel import DistributedOptimizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, gather_evenly_sent, is_uneven
+from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, gather_evenly_sent, is_uneven, shifts
 from sparse_collectives.algorithms.kth_largest import kth_largest, kth_largest_sent, sample_count
 from sparse_collectives.algorithms.oktopk import SPAN, OkTopk, oktopk_traffic
 from sparse_collectives.wire import RAW
@@ -321,6 +321,7 @@ def test_gathered_evenly(counts):
         assert torch.equal(gathered.values, whole.values[:-1])
     told = [gather_evenly_sent(rank, torch.float32, counts, whole.numel, RAW) for rank in range(size)]
     assert told == list(zip(world.bytes_sent, world.messages_sent, rounds, strict=True))
+    assert all(run_.start < run_.stop for rank in range(size) for run_ in shifts(counts, rank).values())
     assert max(even_counts(sum(counts), size)) - min(even_counts(sum(counts), size)) <= 1
     assert not is_uneven(even_counts(1000, size))
 

@@ -434,3 +434,19 @@ def test_small_gradients_are_clipped_as_torch_clips_them(size):
 def test_bad_options(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("values", "entries"),
+    [
+        ([2.0, 2.0, 1.2], 2),  # two thirds of k are enough
+        ([2.0, 1.2, 1.1], 3),  # one third is not
+        ([4.0, 2.0, 2.0, 2.0], 3),  # four thirds are not too many: the first k of them
+        ([4.0, 4.0, 2.0, 2.0, 2.0], 2),  # five thirds are
+    ],
+)
+def test_gaussian_k_corrects_its_threshold_outside_two_and_four_thirds(values, entries, monkeypatch):
+    monkeypatch.setattr(GaussianK, "_threshold", lambda self, flat: 2.0)
+    tensor = torch.zeros(30)
+    tensor[: len(values)] = torch.tensor(values)
+    assert len(GaussianK(0.1)(tensor)) == entries
