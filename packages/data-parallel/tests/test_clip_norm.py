@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from data_parallel import DistributedOptimizer
+from data_parallel import DistributedOptimizer, UpdateOptimizer
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS
@@ -129,3 +129,28 @@ def test_ranks_that_clip_otherwise_are_told():
             made(comm, clip_norm=1.0 + comm.rank)
 
     SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("clip_norm", [0.25, 1e6])
+def test_updates_are_those_of_clipped_gradients(size, clip_norm):
+    """Of SGD with a rate of 1, where all is sent: Σ clipped = P · applied; one has no gradient."""
+
+    def body(comm):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (5,), (2,))])
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        settings = {"density": 1.0, "clip_norm": clip_norm, "dense_below": 0}
+        optimizer = UpdateOptimizer(inner, model.named_parameters(), comm=comm, **settings)
+        generator = torch.Generator().manual_seed(comm.rank)
+        gradients = [torch.randn(p.shape, generator=generator) for p in list(model)[:2]]
+        with optimizer.ahead():
+            for p, gradient in zip(model, gradients, strict=False):
+                p.grad = gradient.clone()
+        optimizer.step()
+        flat = torch.cat([g.view(-1) for g in gradients])
+        return flat * min(1.0, clip_norm * math.sqrt(size) / float(flat.norm())), torch.cat(
+            [p.detach().view(-1) for p in list(model)[:2]]
+        )
+
+    results = SimulatedWorld(size).run(body)
+    torch.testing.assert_close(-size * results[0][1], sum(clipped for clipped, _ in results), rtol=1e-5, atol=1e-5)
