@@ -400,6 +400,7 @@ def test_warm_up():
     assert densities(WarmUp(0.05, steps=4), 6) == [0.25, 0.25, 0.0625, 0.0625, 0.05, 0.05]
     assert densities(WarmUp(0.01, steps=2, stages=[1.0]), 4) == [1.0, 1.0, 0.01, 0.01]
     assert densities(WarmUp(0.5, steps=3), 4) == [0.5] * 4
+    assert densities(WarmUp(0.0625, steps=4), 5) == [0.25] * 4 + [0.0625]  # a stage is above the density
     assert densities(WarmUp(0.01, steps=0), 2) == [0.01] * 2
     assert eval(repr(WarmUp(0.01, steps=9))) == WarmUp(0.01, steps=9)
 
