@@ -234,6 +234,8 @@ def test_an_error_leaves_all_that_hangs_on_it_as_it_was(error):
             {"state": {}, "param_groups": [{}]},
             r"an entry of the wrapped optimizer's state, param_groups lacks .'params'",
         ),
+        ({"state": {0: 5}, "param_groups": [{"params": [0, 1]}]}, "not by parameter, of which it has .0, 1"),
+        ({"state": {}, "param_groups": [{"params": [0, 0]}]}, "not by parameter, of which it has .0, 0"),
         ({"state": {}}, r"the wrapped optimizer's state lacks .'param_groups'"),
     ],
 )
