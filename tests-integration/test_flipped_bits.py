@@ -261,3 +261,24 @@ def test_replicas_of_eager_sgd(size, flipped, verify):
     assert "replicas differ after " in error
     assert f"'{flipped['name']}'" in error
     assert (f"rank {flipped['rank'] % size} in " in error) == (size > 2)
+
+
+@pytest.mark.parametrize("kind", ["rounds", "streaming rounds"])
+def test_anchors_of_rounds_are_compared_at_the_end(kind):
+    """Each rank has its own, into which it applies rounds by itself: what goes wrong there is no write at rest."""
+
+    def body(comm):
+        model = Model()
+        optimizer = AT_BOUNDARIES[kind](inner_of(model), comm=comm, model=model, sync_every=EVERY, verify=1)
+        for step in range(STEPS):
+            model.zero_grad()
+            model.backward(100 * comm.rank + step)
+            optimizer.step()
+            optimizer.average()
+        if comm.rank == 1:
+            optimizer._driver.parts[0]["anchor"][0] += 1
+        optimizer._driver.at_rest.forget()
+        with pytest.raises(CollectiveError, match=r"at the end of .*: rank 1 in 'anchor of first'"):
+            optimizer.finish()
+
+    SimulatedWorld(3).run(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import warnings
@@ -606,3 +607,31 @@ def test_after_an_error_nobody_is_told_to_finish(caplog):
         SimulatedWorld(2).run(body)
     gc.collect()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_scheduler_goes_on_from_where_it_was_saved(size):
+    def made(comm):
+        model = torch.nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        rates = torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.5)
+        return model, rates, EagerSGD(inner, model.named_parameters(), comm=comm, scheduler=rates, quorum=size)
+
+    def body(comm):
+        model, _, optimizer = made(comm)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        saved, parameters = copy.deepcopy(optimizer.state_dict()), model.state_dict()
+        optimizer.finish()
+        again, later, fresh = made(comm)
+        again.load_state_dict(parameters)
+        fresh.load_state_dict(saved)
+        assert later.last_epoch == saved["distributed"]["applied"] == 5
+        assert later.state_dict() == saved["distributed"]["scheduler"]
+        assert fresh.param_groups[0]["lr"] == later.get_last_lr()[0] == 0.1 * 0.5**2
+        fresh.finish()
+
+    SimulatedWorld(size).run(body)
