@@ -405,3 +405,17 @@ def test_no_thread_of_a_rank_is_left_when_a_run_is_over(monkeypatch):
     with pytest.raises(CollectiveError, match="deadlock"):
         SimulatedWorld(3).run(lambda comm: comm.rank or allreduce(torch.ones(3), comm))
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("jitter", [1e-4, 2e-3])
+def test_jitter_lengthens_a_message_by_as_much_at_most(jitter):
+    def seconds(jitter, seed):
+        world = SimulatedWorld(2, Link(1e-3, 0.0), jitter=jitter, seed=seed)
+        world.run(lambda comm: allreduce(torch.ones(1), comm))
+        return world.elapsed
+
+    least, took = seconds(0.0, 0), [seconds(jitter, seed) for seed in range(40)]
+    most = least * (1 + jitter / 1e-3)
+    assert least <= min(took) * (1 + 1e-9)
+    assert max(took) <= most * (1 + 1e-9)
+    assert max(took) - min(took) >= 0.2 * (most - least)
