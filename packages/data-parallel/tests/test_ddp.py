@@ -247,3 +247,16 @@ def test_each_bucket_is_saved_once_however_many_steps_there_were():
         backward(ddp, step)
     names = [name for bucket in state.state_dict()["distributed"]["buckets"] for name in bucket]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_gradients_of_several_backwards_add_up():
+    """Each is exchanged, without those before it; where all is sent they are the model's own."""
+    model, _ = made()
+    alone = copy.deepcopy(model)
+    ddp = wrapped(model, SparseHookState(named_parameters=model.named_parameters(), density=1.0))
+    for seed in range(3):
+        inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
+        for one in (ddp, alone):
+            one(inputs).square().sum().backward()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
