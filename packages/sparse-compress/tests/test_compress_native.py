@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 import warnings
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -347,6 +348,21 @@ def test_a_file_that_is_cut_off_is_not_loaded(compiled, tmp_path, share):
     found = library._opened(cut, "c")
     assert found.library is None
     assert found.words == "NumPy: kernels.so is cut off: install again"
+
+
+@pytest.mark.parametrize(
+    ("setting", "chosen"),
+    [
+        ("", (library.COMPILED, "avx512")),
+        ("c", (library.COMPILED, "c")),
+        ("avx2", (library.COMPILED, "avx2")),
+        ("0", (None, "c")),
+        ("other.so", (Path("other.so"), "avx512")),
+    ],
+)
+def test_what_the_environment_chooses(setting, chosen, monkeypatch):
+    monkeypatch.setenv(SWITCH, setting)
+    assert library._setting() == chosen
 
 
 def test_a_file_that_lacks_a_function_is_not_used(compiled, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import re
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import prometheus_client
 import pytest
@@ -15,7 +16,7 @@ from rich.console import Console
 from thinwire.__main__ import main
 from thinwire.top import command
 from thinwire.top.command import look, watch
-from thinwire.top.places import place_of
+from thinwire.top.places import Endpoints, NothingHere, RunFolder, place_of
 from thinwire.top.view import COLUMNS, Seen, frame
 
 pytestmark = pytest.mark.quick
@@ -293,3 +294,16 @@ def test_ctrl_c_ends_it_without_a_word(monkeypatch, capsys, job):
     monkeypatch.setattr(command.time, "sleep", interrupted)
     assert main(["top", f"127.0.0.1:{job[0]}"]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("given", [["a:1"], ["http://a/metrics"], ["https://a:1/"], ["a:1", "b:2"], ["127.0.0.1:80"]])
+def test_addresses_are_endpoints(given):
+    assert isinstance(place_of(given), Endpoints)
+
+
+def test_what_is_one_and_no_address_or_is_there_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a:1").mkdir()
+    assert all(isinstance(place_of([given]), RunFolder) for given in ("a:1", "run", "run:", ":1"))
+    with pytest.raises(NothingHere, match="'b' given, expected HOST:PORT of each rank"):
+        place_of(["a:1", "b"])
