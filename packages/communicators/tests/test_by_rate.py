@@ -173,3 +173,11 @@ def test_ranks_that_come_late_do_not_make_paths_long(size):
     for found in world.run(body):
         alphas = [found.alpha[a][b] for a in range(size) for b in range(size) if a != b]
         assert alphas == pytest.approx([1e-3] * len(alphas), rel=0.1)
+
+
+@pytest.mark.parametrize(("nbytes", "segments"), [(4096, 1), (1 << 18, 1), (1 << 19, 2), (1 << 22, 8), (1 << 23, 8)])
+def test_long_tensors_go_in_as_many_segments_as_pay(nbytes, segments):
+    """A message to each of the two others in every round, of which there is one more."""
+    world, x = SimulatedWorld(3), torch.ones(nbytes // 4)
+    world.run(lambda c: run(schedules.by_rate_allreduce(x, c.rank, 3, [0.25, 0.25, 0.5]), c))
+    assert world.messages_sent == [2 * (segments + 1)] * 3

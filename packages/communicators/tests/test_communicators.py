@@ -162,3 +162,4 @@ def test_a_message_grows_until_its_bytes_are_seen():
 def test_measure_link_checks_its_arguments():
     with pytest.raises(ValueError, match="expected nbytes >= 32"):
         measure_link(Alone(), nbytes=8)
+    assert measure_link(Alone(), nbytes=2 * SLOT_BYTES) == Link(0.0, 0.0)
