@@ -143,3 +143,20 @@ def test_a_rate_that_one_rank_alone_changes_is_an_error_at_the_next_boundary(qua
             task.train(optimizer, range(9, 15))
 
     SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize("other", [None, torch.optim.lr_scheduler.ConstantLR])
+def test_ranks_with_other_schedules_are_told(other):
+    """Before their rates differ."""
+
+    def body(comm):
+        model = torch.nn.Linear(3, 2)
+        schedule = other if comm.rank else torch.optim.lr_scheduler.LinearLR
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(CollectiveError, match="LinearLR"):  # noqa: PT012 - when it is made, or at a boundary
+            optimizer = DiLoCo(inner, comm=comm, sync_every=1, outer_scheduler=schedule)
+            for _ in range(3):
+                inner.step()
+                optimizer.average()
+
+    SimulatedWorld(2).run(body)
