@@ -26,7 +26,7 @@ class Rate:
         return 0.5
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.filterwarnings("ignore:Detected call of", "ignore:The epoch parameter")  # of torch 2.6
 @pytest.mark.parametrize(
     "make",
     [
