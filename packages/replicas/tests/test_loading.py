@@ -134,8 +134,8 @@ def test_views_with_memory_are_dense(given):
 @pytest.mark.parametrize(
     ("like", "fits", "wrong", "said"),
     [
-        ({"a": 1}, [{"a": 2, "b": 3}], [[1], {"b": 1}, {"a": "1"}], "here"),
-        ([1], [[], (2, 3)], [1, ["1"], [-1]], "here"),
+        ({"a": 1}, [{"a": 2, "b": 3}], [[1], {"b": 1}, {"a": "1"}], "(lacks|expected a)"),
+        ([1], [[], (2, 3)], [1, ["1"], [-1]], "expected a"),
         ([], [[], ["anything"]], [{}], "expected a list"),
         (None, [None, 1, 0.5, [1]], ["1", b"1", {}], "expected None or a number"),
         (True, [False], [1, None, "True"], "expected a bool"),
@@ -156,7 +156,7 @@ def test_each_value_is_of_the_kind_of_one_s_own(like, fits, wrong, said):
     for given in fits:
         check_like(given, like, "here")
     for given in wrong:
-        with pytest.raises(ValueError, match=rf"here.*{said}|{said}"):
+        with pytest.raises(ValueError, match=rf"^(an entry of )?here.*{said}"):
             check_like(given, like, "here")
 
 

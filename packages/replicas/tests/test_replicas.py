@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replicas import hash_bits, refuse_unlike
 from replicas.unlike import CHUNK_BYTES
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.quick
 
@@ -76,6 +77,28 @@ def test_what_plain_sums_miss():
     flipped[[1, 501]] *= -1  # two sign bits, both the highest of their words
     assert int(hash_bits(flipped)) != int(hash_bits(x))
     assert int(hash_bits(nan)) == int(hash_bits(nan.clone()))
+
+
+class Made(TorchDispatchMode):
+    """Bytes of each tensor that is made, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not made._is_view():
+            self.nbytes.append(made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("numel", [1, 60, 64, 1000])
+def test_hashing_needs_memory_for_a_chunk_at_a_time(numel, monkeypatch):
+    monkeypatch.setattr("replicas.unlike.CHUNK_BYTES", 64)
+    with Made() as made:
+        hash_bits(torch.zeros(numel, dtype=torch.uint8))
+    assert max(made.nbytes[1:]) == min(64, -(-numel // 8) * 8)  # after the tensor itself
 
 
 def replicas(numels=(15, 1, 7)):

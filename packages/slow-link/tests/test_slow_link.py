@@ -1,5 +1,6 @@
 """The emulated slow link: never faster than it says, and nothing is left of it, however it ends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,9 +14,11 @@ import torch
 from communicators import Link, SimulatedWorld, allreduce
 from hypothesis import given
 from hypothesis import strategies as st
-from slow_link import Port, SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep
+from slow_link import Launcher, Port, SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep
+from slow_link import launcher as launcher_module
 from slow_link import link as slow_link_module
 from slow_link.link import _ending_as_exceptions
+from slow_link.namespaces import BURST_BYTES, open_tun
 from slow_link.switch import HEADERS_BYTES, VNET_BYTES, Lines, Switch, receiver, wire_bytes
 from slow_link.throttled import Throttled, behind_link
 
@@ -185,6 +188,49 @@ def test_timeout_ends_the_ranks():
             net.processes(["sh", "-c", "echo here; exec sleep 60"], timeout=0.5)
         assert "here" in raised.value.output
         assert inside(net, 0) == inside(net, 1) == []
+
+
+def test_ranks_that_are_ended_have_time_to_end_by_themselves():
+    words = "trap 'sleep 0.1; echo here ended; exit' TERM; echo here; while true; do sleep 0.01; done"
+    with pytest.raises(subprocess.TimeoutExpired) as raised:
+        Launcher(ranks=2).processes(["sh", "-c", words], timeout=0.3)
+    said = raised.value.output.split()
+    assert said.count("here") == 2 * said.count("ended")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "does", "status"), [(10.0, "sleep 0.1; exit 3", 3), (0.1, "exec sleep 60", -signal.SIGTERM)]
+)
+def test_once_a_rank_has_failed_the_others_have_a_while_to_end(seconds, does, status, monkeypatch):
+    monkeypatch.setattr(launcher_module, "FAILURE_SECONDS", seconds)
+    done = Launcher(ranks=2).processes(["sh", "-c", f"[ $RANK = 0 ] && exit 1; {does}"], timeout=60)
+    assert [one.returncode for one in done] == [1, status]
+
+
+IP_MAKES_ONE = """ip netns add $0 || exit 1
+ip -n $0 tuntap add mode tun name e0
+made=$?
+ip netns delete $0
+exit $made"""
+
+
+def test_a_device_can_be_made_where_ip_makes_one():
+    """Or each test of an emulated link would be left out."""
+    if subprocess.run(["sh", "-c", IP_MAKES_ONE, f"try-{os.getpid()}"], capture_output=True).returncode:
+        pytest.skip("ip makes none here")
+    device, name = open_tun()
+    os.close(device)
+    assert name.startswith("slowlink")
+
+
+@emulated
+@pytest.mark.parametrize("loss", [0.0, 0.01])
+def test_segments_pass_the_burst_whole_and_are_single_packets_where_some_are_lost(loss):
+    with SlowLink(ranks=1, ports=[Port(loss=loss)]) as net:
+        words = [*net.prefix(0), "ip", "-json", "-details", "link", "show", net.device]
+        [device] = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert device["mtu"] == 1500
+    assert device["gso_max_segs"] == 1 if loss else device["gso_max_size"] <= BURST_BYTES
 
 
 @pytest.mark.slow

@@ -101,11 +101,17 @@ def test_without_overlap_a_step_is_the_sum_of_its_parts(capsys):
 
 
 @pytest.mark.slow
-def test_plot(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "speedup.png"
+def test_plot(capsys, tmp_path, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure")
+    path, drawn, save = tmp_path / "speedup.png", [], figures.Figure.savefig
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda figure, *to, **how: drawn.append(figure) or save(figure, *to, **how)
+    )
     advice(capsys, "--link", "1gbit", "--plot", str(path))
     assert path.stat().st_size > 10_000
+    for axis in drawn[0].axes:
+        low, high = axis.get_ylim()
+        assert sum(low <= tick <= high for tick in axis.get_yticks()) >= 4  # each has its number
 
 
 @pytest.fixture

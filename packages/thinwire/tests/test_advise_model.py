@@ -2,12 +2,13 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from communicators import SimulatedWorld
 from thinwire.advice.command import main
-from thinwire.advice.measuring import NoAdvice, measured_model, on_every_rank
+from thinwire.advice.measuring import NoAdvice, device_of, measured_model, on_every_rank
 
 pytestmark = pytest.mark.quick
 
@@ -143,3 +144,9 @@ def test_models_of_unlike_size_are_refused(monkeypatch):
 
     monkeypatch.setattr("thinwire.advice.measuring._made", lambda *given: made[threading.get_ident()])
     SimulatedWorld(3).run(body)
+
+
+def test_ranks_take_the_gpus_of_a_machine_in_turn(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [device_of(None, SimpleNamespace(rank=rank)).index for rank in range(5)] == [0, 1, 0, 1, 0]

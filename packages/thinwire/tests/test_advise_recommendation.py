@@ -70,6 +70,15 @@ def test_the_reason_says_which_rule_decided_and_what_came_next(changes, rule, sa
     assert (shown["algorithm"], shown["step_seconds"]) == (others[0].prediction.algorithm, others[0].seconds)
 
 
+@pytest.mark.parametrize(
+    ("beta", "said"), [(0.0, "none that learns well enough makes it shorter"), (8e-12, "the most that any gains is 0%")]
+)
+def test_a_gain_too_small_to_be_advised_is_told_from_none(beta, said, monkeypatch):
+    """Nothing is known to learn but whole gradients, in bf16 too."""
+    monkeypatch.setattr(RECORD, lambda *exchange, sends: None)
+    assert f", and {said}." in recommend(situation(link=Link(50e-6, beta))).text
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("taken", "busy"), [(0.0, False), (0.09, False), (0.5, True), (1.0, True)])
 def test_a_busy_machine_is_said(taken, busy):

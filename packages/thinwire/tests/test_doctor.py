@@ -320,9 +320,9 @@ def test_ranks_that_mpi4py_does_not_find_are_another_mpis():
     assert "mpiexec" in found.remedy
 
 
-TAKEN = (
-    "DistNetworkError: The server socket has failed to listen. code: -98, name: EADDRINUSE, message: address already"
-)
+TAKEN = "DistNetworkError: failed to listen. code: -98, name: EADDRINUSE, message: address already in use"
+TAKEN_WITHOUT_LIBUV = "DistNetworkError: failed to bind to [::]:29500 (errno: 98 - Address already in use)."
+IS_TAKEN = "MASTER_PORT at node1:29500 is taken by another program: take another MASTER_PORT"
 PMIX = "check_MPIR_CVAR_PMI_VERSION(167):  Runtime environment uses unsupported PMI version PMIx. Aborting."
 ABSENT = "DistStoreError: Timed out after 24 seconds waiting for clients. 1/2 clients joined."
 
@@ -330,7 +330,8 @@ ABSENT = "DistStoreError: Timed out after 24 seconds waiting for clients. 1/2 cl
 @pytest.mark.parametrize(
     ("here", "error", "words"),
     [
-        (BY_TORCH, TAKEN, ["MASTER_PORT at node1:29500 is taken by another program: take another MASTER_PORT"]),
+        (BY_TORCH, TAKEN, [IS_TAKEN]),
+        (BY_TORCH, TAKEN_WITHOUT_LIBUV, [IS_TAKEN]),
         (BY_TORCH, "DistNetworkError: Ping failed, invalid value", ["at node1:29500 answers what is not torch's"]),
         (BY_TORCH, ABSENT, [f"rank 0 does not meet them ({ABSENT}): likely node1:29500", "firewall", "interface"]),
         (BY_TORCH, TOO_LONG.why, ["(not done within 30 s)", "MASTER_ADDR", "another program's"]),
@@ -386,6 +387,17 @@ def test_ranks_that_do_not_come_to_the_store_of_torchrun_are_named(monkeypatch):
         meeting.by_torch({}, lambda: -1.0, print)
 
 
+def test_ranks_that_come_to_the_store_tell_their_facts_in_order_before_gloo_may_fail(monkeypatch):
+    store, told, begun = dist.HashStore(), [], []
+    for rank in (0, 2):
+        store.set(f"doctor/{rank}", json.dumps({"host": f"node{rank}"}))
+    monkeypatch.setattr(meeting, "rendezvous", lambda *given, **limit: iter([(store, 1, 3)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **how: begun.append((list(told), how["rank"])))
+    meeting.by_torch({"host": "node1"}, lambda: 9.0, lambda **found: told.append(found))
+    ranks = {"ranks": [{"host": f"node{rank}"} for rank in range(3)]}
+    assert (told, begun) == ([ranks], [([ranks], 1)])
+
+
 HANGS = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(9)']); "
 
 
@@ -429,6 +441,18 @@ def test_probes_of_the_machine_know_of_no_launch_and_that_of_ranks_does(tried):
     assert len(others) >= 3
     assert all(environ == {"PATH": "", "KEPT": "1"} for environ in others)
     assert sum("not done within 5 s" in finding.what for finding in findings) >= 4
+
+
+@pytest.mark.parametrize("triton", [None, "there"])
+def test_of_a_gpu_it_is_told_whether_triton_is_missing(monkeypatch, triton):
+    def answers(words, environ, seconds):
+        return said("H100\n") if words == (sys.executable, "-c", command.CUDA) else TOO_LONG
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(command, "find_spec", {"triton": triton}.get)
+    monkeypatch.setattr(command, "probe", answers)
+    [found] = [finding for finding in command.installed({"PATH": ""}, 5.0) if "torch" in finding.what]
+    assert ("H100" in found.what, "no Triton" in found.what) == (True, triton is None)
 
 
 def test_one_rank_is_told_that_no_network_was_tried(tried):

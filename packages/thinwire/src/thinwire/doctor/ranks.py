@@ -69,7 +69,7 @@ def apart(here: Launched, error: str, environ: Mapping[str, str]) -> Finding:
     if not here.by_torch:
         remedy = "an mpiexec of another MPI, a firewall between hosts, or another network interface than they share"
         return Finding(FAULT, what, f"likely {remedy}")
-    if "address already in use" in error or "EADDRINUSE" in error:
+    if "address already in use" in error.lower():
         return Finding(FAULT, f"MASTER_PORT at {place} is taken by another program", "take another MASTER_PORT")
     if "Ping failed" in error:
         return Finding(FAULT, f"at {place} answers what is not torch's rank 0", "take another MASTER_PORT, no proxy")

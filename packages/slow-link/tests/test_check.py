@@ -1,0 +1,78 @@
+"""The self-check: its model is the simulated clock's, and it prints every measurement once."""
+
+import json
+import threading
+from functools import partial
+
+import pytest
+import torch
+from communicators import SLOT_BYTES, Link, Payload, Round, SimulatedWorld, allreduce, barrier, run
+from slow_link import measure
+from slow_link.check import Row, _line, cost, good
+from slow_link.measure import PING_BYTES, SUM_BYTES, BareCalls, Found
+from slow_link.throttled import Throttled
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["ping-pong", "allreduce"])
+def test_the_model_has_the_messages_and_bytes_of_the_simulated_clock(kind, ranks):
+    """One way of a ping-pong; a power of two sums by halving and doubling. Headers of ours are not in the model."""
+    numel = 1 << 10
+
+    def seconds(link):
+        def body(comm):
+            if kind == "allreduce":
+                allreduce(torch.ones(numel), comm, native=False)
+            else:
+                measure._our_ping_pong(comm, SLOT_BYTES + 4 * numel)
+            return comm.clock() / (1 if kind == "allreduce" else 2)
+
+        return max(SimulatedWorld(ranks, link).run(body))
+
+    messages, nbytes = cost(kind, 4 * numel, ranks)
+    assert seconds(Link(1.0, 0.0)) == pytest.approx(messages)
+    assert seconds(Link(0.0, 1e-6)) == pytest.approx(1e-6 * (nbytes + messages * SLOT_BYTES))
+
+
+@pytest.mark.parametrize(("ratio", "fits"), [(1.0, True), (1.14, True), (0.86, True), (1.16, False), (0.84, False)])
+def test_a_row_beyond_the_tolerance_is_marked(ratio, fits):
+    row = Row(2, Found("gloo", "ping-pong", 1 << 16, [0.1 * ratio + 0.02] * 5), model=0.1, software=0.02)
+    assert good([row]) == fits == (not _line(row).endswith("!"))
+
+
+def bare_calls(comm):
+    """The calls of MPI or gloo, by a simulated rank."""
+
+    def once(**exchange):
+        yield Round(**exchange)
+
+    return BareCalls(
+        name="bare",
+        send=lambda ball, peer: run(once(sends={peer: Payload.of(ball)}), comm),
+        receive=lambda ball, peer: run(once(recvs={peer: SLOT_BYTES + ball.nbytes}), comm),
+        allreduce=lambda x: allreduce(x, comm, native=False),
+        barrier=partial(barrier, comm),
+        end=lambda: None,
+    )
+
+
+@pytest.mark.parametrize("slow", [None, Link(1e-4, 0.0)])
+def test_rank_0_prints_every_measurement_with_all_repeats(slow, monkeypatch, capsys):
+    """Behind a throttled link only those that it slows."""
+    own = threading.local()
+    monkeypatch.setattr(measure, "over_gloo", lambda: own.bare)
+    monkeypatch.setattr(measure, "behind_link", lambda: own.comm)
+
+    def body(comm):
+        own.bare, own.comm = bare_calls(comm), comm if slow is None else Throttled(comm, slow)
+        measure.main("gloo", 2)
+
+    SimulatedWorld(2).run(body)
+    found = [Found(*json.loads(line)) for line in capsys.readouterr().out.splitlines()]
+    every = ["communicators, gloo"] if slow else ["bare", "communicators, gloo"]
+    expected = [(who, "ping-pong", n, 40 if n == PING_BYTES[0] else 2) for who in every for n in PING_BYTES]
+    expected += [(who, "allreduce", SUM_BYTES, 2) for who in every]
+    assert [(*one[:3], len(one.seconds)) for one in found] == expected
+    assert min(min(one.seconds) for one in found) > (slow.alpha if slow else 0.0)
