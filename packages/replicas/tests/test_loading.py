@@ -156,7 +156,7 @@ def test_each_value_is_of_the_kind_of_one_s_own(like, fits, wrong, said):
     for given in fits:
         check_like(given, like, "here")
     for given in wrong:
-        with pytest.raises(ValueError, match=rf"^(an entry of )?here.*{said}"):
+        with pytest.raises(ValueError, match=rf"(?s)^(an entry of )?here.*{said}"):
             check_like(given, like, "here")
 
 

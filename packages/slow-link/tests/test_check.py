@@ -51,7 +51,7 @@ def bare_calls(comm):
     return BareCalls(
         name="bare",
         send=lambda ball, peer: run(once(sends={peer: Payload.of(ball)}), comm),
-        receive=lambda ball, peer: run(once(recvs={peer: SLOT_BYTES + ball.nbytes}), comm),
+        receive=lambda ball, peer: run(once(recvs={peer: ball.nbytes}), comm),
         allreduce=lambda x: allreduce(x, comm, native=False),
         barrier=partial(barrier, comm),
         end=lambda: None,
