@@ -42,6 +42,17 @@ def test_a_row_beyond_the_tolerance_is_marked(ratio, fits):
     assert good([row]) == fits == (not _line(row).endswith("!"))
 
 
+@pytest.mark.parametrize(("rank", "serves"), [(0, True), (1, False), (2, True)])
+def test_the_rank_serves_whose_clock_counts(rank, serves):
+    """Who receives first may come late, find the ball there, and take its way for shorter than it was."""
+    calls = []
+    names = ("send", "receive")
+    play = {name: lambda *given, name=name: calls.append(name) for name in names}
+    measure._ping_pong(BareCalls("bare", **play, allreduce=None, barrier=None, end=None), rank, 8)
+    assert calls == list(names if serves else reversed(names))
+    assert bool(next(measure._rally(rank, SLOT_BYTES)).sends) == serves
+
+
 def bare_calls(comm):
     """The calls of MPI or gloo, by a simulated rank."""
 
@@ -69,7 +80,7 @@ def test_rank_0_prints_every_measurement_with_all_repeats(slow, monkeypatch, cap
         own.bare, own.comm = bare_calls(comm), comm if slow is None else Throttled(comm, slow)
         measure.main("gloo", 2)
 
-    SimulatedWorld(2).run(body)
+    SimulatedWorld(4).run(body)
     found = [Found(*json.loads(line)) for line in capsys.readouterr().out.splitlines()]
     every = ["communicators, gloo"] if slow else ["bare", "communicators, gloo"]
     expected = [(who, "ping-pong", n, 40 if n == PING_BYTES[0] else 2) for who in every for n in PING_BYTES]

@@ -367,11 +367,10 @@ def test_signals_that_end_a_process_are_exceptions_in_the_main_thread_alone():
 
 
 def test_of_large_packets_every_nth_has_one_bit_flipped_behind_its_headers():
-    switch, packets = (
-        Switch([1, 2], lines([Port()] * 2), flip_every=3),
-        [bytes(999), *[bytes(1000 + n) for n in range(20)]],
-    )
-    flipped = [[(at, byte) for at, byte in enumerate(switch._corrupted(packet)) if byte] for packet in packets]
+    switch, packets = Switch([1, 2], lines([Port()] * 2), flip_every=3), [bytes(999)]
+    packets += [bytes([n % 2 * 255]) * (1000 + n) for n in range(20)]
+    pairs = [zip(packet, switch._corrupted(packet), strict=True) for packet in packets]
+    flipped = [[(at, was ^ byte) for at, (was, byte) in enumerate(pair) if was != byte] for pair in pairs]
     assert [len(places) for places in flipped] == [0] + [n % 3 == 2 for n in range(20)]
     places = [place for found in flipped for place in found]
     assert all(at >= HEADERS_BYTES and byte.bit_count() == 1 for at, byte in places)
