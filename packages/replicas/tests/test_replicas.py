@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replicas import hash_bits, refuse_unlike
 from replicas.unlike import CHUNK_BYTES
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 pytestmark = pytest.mark.quick
 
@@ -79,14 +79,14 @@ def test_what_plain_sums_miss():
     assert int(hash_bits(nan)) == int(hash_bits(nan.clone()))
 
 
-class Storages(TorchDispatchMode):
+class Storages(TorchFunctionMode):
     """Address and bytes of what each result lies in."""
 
     def __init__(self):
         super().__init__()
         self.found = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self.found.append((result.untyped_storage().data_ptr(), result.untyped_storage().nbytes()))
