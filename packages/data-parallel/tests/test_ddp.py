@@ -1,6 +1,7 @@
 """The hook under DistributedDataParallel, on a group of one rank; tests-integration has the laws on several."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -260,3 +261,13 @@ def test_gradients_of_several_backwards_add_up():
             one(inputs).square().sum().backward()
     for own, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_a_state_of_the_default_group_is_a_file_and_of_another_one_is_none():
+    """In another process there is a default group again, and no other."""
+    for group in (None, dist.group.WORLD):
+        _, state = made(process_group=group)
+        assert pickle.loads(pickle.dumps(state)).comm.size == 1
+    _, other = made(process_group=dist.new_group([0]))
+    with pytest.raises(RuntimeError, match="of another process group than the default one is no file"):
+        pickle.dumps(other)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from communicators import Alone, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer
+from data_parallel.uneven import Shadow
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_compress import TopK, topk
@@ -402,3 +403,20 @@ def test_what_depends_on_the_shape_alone_is_prepared_once():
     looked_up = {"wire_named", "resolve", "_known", "check_options", "Algorithm.settings", "Algorithm.options"}
     assert not entered & looked_up
     assert "ErrorFeedback.suspects" not in entered  # which reads the flags of all buckets
+
+
+def test_who_joins_last_gives_all_its_parameters_and_means_and_no_counts():
+    """As torch's `Join` ends. What else an optimizer keeps, numbers, masks or None, stays each rank's."""
+
+    def body(comm):
+        model = Weights(3)
+        optimizer = sgd(model, comm)
+        with torch.no_grad():
+            model.a.fill_(comm.rank)
+        own = {"count": comm.rank, "mask": torch.tensor([comm.rank]), "mean": torch.tensor([0.5 + comm.rank])}
+        optimizer.state[model.a] = {**own, "unset": None}
+        Shadow(optimizer).post_hook(is_last_joiner=comm.rank == 1)
+        kept = optimizer.state[model.a]
+        return model.a.tolist(), kept["mean"].item(), kept["count"], kept["mask"].item(), kept["unset"]
+
+    assert SimulatedWorld(3).run(body) == [([1.0] * 3, 1.5, rank, rank, None) for rank in range(3)]

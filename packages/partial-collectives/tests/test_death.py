@@ -275,12 +275,15 @@ def test_of_a_peers_state_its_own_gradients_stay_with_it():
     assert SimulatedWorld(2).run(after) == [1.0, 1.0]
 
 
-def test_eager_sgd_goes_on_with_the_mean_of_those_that_are_left():
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_eager_sgd_goes_on_with_the_mean_of_those_that_are_left(has_buffers):
+    """Also where each rank keeps buffers of its own, which takes no meeting of all."""
+
     def body(comm):
         w = torch.nn.Parameter(torch.zeros(3))
-        with EagerSGD(
-            torch.optim.SGD([w], lr=1.0), [("w", w)], comm=comm, quorum=comm.size, on_death="shrink"
-        ) as optimizer:
+        model = torch.nn.BatchNorm1d(3, affine=False) if has_buffers else None
+        settings = {"model": model, "quorum": comm.size, "on_death": "shrink"}
+        with EagerSGD(torch.optim.SGD([w], lr=1.0), [("w", w)], comm=comm, **settings) as optimizer:
             for _ in range(8):
                 comm.elapse(0.01)
                 w.grad = torch.full((3,), 2.0)

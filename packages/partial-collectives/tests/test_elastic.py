@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from communicators import Dies, Elastic, SimulatedWorld
+from communicators import CollectiveError, Dies, Elastic, SimulatedWorld
 from partial_collectives import EagerSGD
 
 pytestmark = pytest.mark.quick
@@ -176,3 +176,19 @@ def test_statistics_go_on_in_the_next_group():
             assert values == sorted(values), name
         changed = next(i for i, stats in enumerate(history) if stats["ranks"] == 2)
         assert history[changed]["seconds_exchanging"] > history[changed - 1]["seconds_exchanging"] > 0
+
+
+def test_replicas_that_have_come_apart_are_told_where_all_meet():
+    def body(comm):
+        w = torch.nn.Parameter(torch.zeros(3))
+        world = Elastic(comm, start_with=3)
+        with EagerSGD(torch.optim.SGD([w], lr=1.0), [("w", w)], comm=world, quorum=3, verify=1) as optimizer:
+            for step in range(2):
+                w.grad = torch.ones(3)
+                optimizer.step()
+                if step == 1 and comm.rank == 1:
+                    w.detach()[0] += 1
+                optimizer.synchronize()
+
+    with pytest.raises(CollectiveError, match="replicas differ after 2 rounds: rank 1 in 'w', against most of the 3"):
+        SimulatedWorld(3).run(body)

@@ -233,6 +233,35 @@ def test_a_rank_that_gives_up_is_named_by_all():
     assert reasons[0] == reasons[2] == "rank 1 gave up its partial allreduce: ValueError: mine"
 
 
+def test_after_a_failure_nothing_is_asked_for():
+    """Who computes meanwhile hears of it when it gives, not when it takes."""
+
+    def body(comm):
+        partial, asked = PartialAllreduce([[torch.zeros(1)], [torch.zeros(1)]], comm), []
+        if comm.rank == 1:
+            partial.__exit__(ValueError, ValueError("mine"), None)
+            return
+        comm.elapse(1.0)
+        with pytest.raises(CollectiveError, match="rank 1 gave up its partial allreduce: ValueError: mine"):
+            partial.give(asked.append)
+        assert not asked
+
+    SimulatedWorld(2).run(body)
+
+
+def test_rounds_that_a_rank_has_missed_are_counted_up_to_those_that_wait_for_it():
+    def body(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo", max_staleness=3) as partial:
+            got = []
+            for _ in range(2 if comm.rank else 8):
+                comm.elapse(1.0 if comm.rank else 1e-3)
+                got += partial.allreduce(torch.ones(1))
+            got += partial.finish()
+        return [result.staleness for result in got]
+
+    assert SimulatedWorld(2).run(body) == [[(0, missed) for missed in (1, 2, 3, 0)] * 2] * 2
+
+
 def test_bad_input():
     def body(comm):
         with pytest.raises(TypeError, match="like is no tensor"):

@@ -129,6 +129,27 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others():
     assert said[0].startswith(expected)
 
 
+def test_where_ranks_come_and_go_others_go_on_without_one_that_does_not_answer():
+    """As in the group of an `Elastic`, which tells it that it was left out."""
+    comms, over = ranks(2), threading.Event()
+
+    def body(comm):
+        comm.hasty = True
+        rounds = PartialAllreduce(torch.zeros(1), comm, quorum=2)
+        if comm.rank == 1:
+            rounds._rounds._signals._comm.transport.line.received = list
+            assert over.wait(30)
+            return None
+        comm.timeout = 0.3
+        try:
+            (result,) = rounds.allreduce(torch.ones(1))
+        finally:
+            over.set()
+        return result.members, rounds.given_up
+
+    assert on_all(comms, body) == [((0,), {1}), None]
+
+
 @pytest.mark.slow
 def test_two_ranks_that_do_not_hear_each_other_are_found_though_all_others_hear_both():
     """One of them counts the arrivals, and the other, which is not next to it, arrives."""

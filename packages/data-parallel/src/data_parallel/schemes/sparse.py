@@ -125,9 +125,9 @@ class SparseLane(Lane):
         and compares. The step is lost anyway; to save later ones, the parameters in question lose their whole residual,
         even its finite values, which beside an inf may be just as far off.
         """
-        taken = torch.zeros_like(residual).index_put_((sent.indices.long(),), sent.values)
-        culprit = first_nonfinite(residual + taken)
-        spans = [span for span in self.spans if not bool(all_finite(residual[span] + taken[span]))]
+        accumulated = residual.index_add(0, sent.indices, sent.values)
+        culprit = first_nonfinite(accumulated)
+        spans = [span for span in self.spans if not bool(all_finite(accumulated[span]))]
         self._feedback.drop(self.key, spans)
         return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel), culprit
 
