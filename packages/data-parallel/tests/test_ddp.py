@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from communicators import CollectiveError
-from data_parallel import SparseHookState, sparse_hook
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, sparse_hook
+from data_parallel.integrations.attaching import hooked, left_to_optimizers
 from sparse_compress import WarmUp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -271,3 +273,31 @@ def test_a_state_of_the_default_group_is_a_file_and_of_another_one_is_none():
     _, other = made(process_group=dist.new_group([0]))
     with pytest.raises(RuntimeError, match="of another process group than the default one is no file"):
         pickle.dumps(other)
+
+
+def exchanging(model, kind=DistributedOptimizer):
+    return kind(sgd(model.parameters(), momentum=0.0), model.named_parameters())
+
+
+def prepared(model):
+    """As a framework wraps it."""
+    return SimpleNamespace(optimizer=exchanging(model, UpdateOptimizer))
+
+
+@pytest.mark.parametrize("other", [exchanging, prepared])
+def test_the_hook_exchanges_for_plain_optimizers_alone(other):
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    with pytest.raises(TypeError, match="exchanges by itself: take DistributedOptimizers"):
+        hooked(ddp, [sgd(ddp.module.parameters()), other(ddp.module)], {}, grad_scaler=None, how="")
+    state = hooked(ddp, [sgd(ddp.module.parameters())], {"density": 0.5}, grad_scaler=None, how="")
+    ddp(torch.ones(1, 3)).sum().backward()
+    assert state.stats()["steps"] == 1
+
+
+def test_ddp_leaves_the_exchange_to_optimizers_where_all_have_one():
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    ours, theirs = exchanging(ddp.module), prepared(ddp.module)
+    for optimizers in ([], [sgd(ddp.module.parameters())], [ours, sgd(ddp.module.parameters())]):
+        with pytest.raises(TypeError, match="expected DistributedOptimizer or UpdateOptimizer for each"):
+            left_to_optimizers(ddp, optimizers, how="")
+    assert left_to_optimizers(ddp, [ours, theirs], how="") == [ours, theirs.optimizer]
