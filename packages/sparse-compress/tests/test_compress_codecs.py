@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import DenseCodec, ErrorFeedback, SparseVector, TopK, WireCodec, index_entropy, topk
 from sparse_compress.codecs import elias_fano
-from sparse_compress.codecs.rounding import VALUES
+from sparse_compress.codecs.rounding import VALUES, aligned
 from sparse_compress.native.library import using
 
 pytestmark = pytest.mark.quick
@@ -171,3 +171,14 @@ def test_bad_input():
         DenseCodec().encode(torch.ones(3, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="3 elements take 6"):
         DenseCodec().decode(torch.zeros(5, dtype=torch.uint8), 3)
+
+
+@pytest.mark.parametrize(("begins", "cut"), [(0, 0), (0, 2), (3, 0), (2, 2), (1, 3)])
+def test_bytes_are_read_as_numbers_wherever_they_begin(begins, cut):
+    """In memory, and in their storage, of which torch views no part that begins between two numbers."""
+    data = torch.frombuffer(bytearray(range(32)), dtype=torch.uint8, offset=begins)[cut : cut + 16]
+    found = aligned(data)
+    assert (
+        found.view(torch.int32).tolist() == np.frombuffer(bytes(range(begins + cut, begins + cut + 16)), "<i4").tolist()
+    )
+    assert found.data_ptr() % 4 == 0

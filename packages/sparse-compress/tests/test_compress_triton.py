@@ -11,10 +11,11 @@ import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from sparse_compress import ErrorFeedback, TopK, topk
+from sparse_compress import ErrorFeedback, TopK, selection, topk
 
 HERE = Path(__file__).parent
 HAS_TRITON = find_spec("triton") is not None
@@ -31,6 +32,21 @@ def run(script, tmp_path, **environment):
     done = subprocess.run([sys.executable, HERE / script], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("dtype", "contiguous", "numel", "takes"),
+    [
+        (torch.float32, True, 8, HAS_TRITON),
+        (torch.float16, True, selection.MAX_ELEMENTS, HAS_TRITON),
+        (torch.float64, True, 8, False),
+        (torch.float32, False, 8, False),
+        (torch.float32, True, selection.MAX_ELEMENTS + 1, False),
+    ],
+)
+def test_on_a_gpu_the_kernels_take_what_they_can(dtype, contiguous, numel, takes):
+    there = SimpleNamespace(is_cuda=True, dtype=dtype, is_contiguous=lambda: contiguous, numel=lambda: numel)
+    assert selection._triton_takes(there) is takes
 
 
 @needs_triton

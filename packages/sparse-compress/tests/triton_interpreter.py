@@ -18,8 +18,8 @@ from sparse_compress.gpu.select import Tiling
 
 from conftest import NASTY
 
-# n: how it is shared; few programs, which run one after another here, and some of several blocks
-SIZES = {1: Tiling(32, 1), 127: Tiling(64, 1), 1025: Tiling(128, 3), 70001: Tiling(8192, 4)}
+# n: how it is shared; few programs, which run one after another here, and some of several blocks; 65 lines in 3 blocks
+SIZES = {1: Tiling(32, 1), 127: Tiling(64, 1), 1025: Tiling(32, 3), 70001: Tiling(8192, 4)}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
