@@ -163,7 +163,7 @@ def averaging(comm, model, before_step, seen, *, make, verify):
 @pytest.mark.few(4)
 @pytest.mark.parametrize("kind", AT_BOUNDARIES)
 @settings(max_examples=max(3, settings.default.max_examples // 3))
-@given(size=st.sampled_from([2, 3, 5]), flipped=flips, verify=st.integers(1, 2))
+@given(size=st.sampled_from([2, 3, 5]), flipped=flips, verify=st.integers(1, 3))
 def test_parameters_at_rest_of_a_periodic_training(kind, size, flipped, verify):
     found = outcomes(size, partial(averaging, make=AT_BOUNDARIES[kind], verify=verify), flipped)
     (error,) = {error for error, _ in found}
