@@ -113,7 +113,7 @@ class ThreadsSignalLine(SignalLine):
 
 class Waiting(Pending):
     def __init__(self, call, queues, action):
-        self.call, self.queues, self.action, self.come = call, queues, action, {}
+        self.call, self.queues, self.action, self.arrivals = call, queues, action, {}
         self.due = {}
 
     def done(self):
@@ -122,16 +122,16 @@ class Waiting(Pending):
                 self.due[peer] = self.queues[peer].get()
             due, payload = self.due.get(peer, (math.inf, None))
             if time.monotonic() >= due:
-                self.come[peer] = payload
+                self.arrivals[peer] = payload
         return not self.missing()
 
     def received(self):
-        for peer, payload in self.come.items():
+        for peer, payload in self.arrivals.items():
             self.call.accept(peer, payload, self.action.recvs[peer])
-        return self.come
+        return self.arrivals
 
     def missing(self):
-        return sorted(set(self.queues) - set(self.come))
+        return sorted(set(self.queues) - set(self.arrivals))
 
     def cancel(self):
         pass

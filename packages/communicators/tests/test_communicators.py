@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,14 @@ def test_a_transport_that_is_not_there():
     with pytest.raises(ValueError, match="is for a torch process group with NCCL"):
         as_communicator(Alone(), transport="nccl")
     assert as_communicator(Alone(), transport="host").size == 1
+
+
+def test_connections_of_mpi_are_its_own(monkeypatch):
+    world = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(Comm=SimpleNamespace, COMM_WORLD=world))
+    for comm in (None, world):
+        with pytest.raises(TypeError, match=r"connections= is for a torch process group.* MPI has settings of its own"):
+            as_communicator(comm, connections=2)
 
 
 def test_a_communicator_is_itself():
@@ -162,4 +171,4 @@ def test_a_message_grows_until_its_bytes_are_seen():
 def test_measure_link_checks_its_arguments():
     with pytest.raises(ValueError, match="expected nbytes >= 32"):
         measure_link(Alone(), nbytes=8)
-    assert measure_link(Alone(), nbytes=2 * SLOT_BYTES) == Link(0.0, 0.0)
+    assert measure_link(Alone(), nbytes=2 * SLOT_BYTES, repeats=1) == Link(0.0, 0.0)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from communicators import CollectiveError, SimulatedWorld, run, testing
 from communicators.background.agreement import FACTS_BYTES, agreement
-from communicators.background.control import Control, RequestedAbort
+from communicators.background.control import REMEMBERED_CALLS, Control, RequestedAbort
 from communicators.background.engine import LISTEN_SECONDS
 from communicators.background.transport import CONTROL_BYTES
 from hypothesis import given
@@ -273,6 +273,16 @@ def test_a_late_or_early_peer_is_no_reason(data, mine, theirs):
     network.controls[0].waits(mine, f"call {mine}", [1])
     network.deliver_all()
     assert [control.abort_reason for control in network.controls] == [None, None]
+
+
+@pytest.mark.parametrize("later", [REMEMBERED_CALLS - 1, REMEMBERED_CALLS])
+def test_facts_of_so_many_calls_are_remembered_and_of_no_more(later):
+    rank, waiting = Control(Sender(0, 2)), Control(Sender(1, 2))
+    for number in range(later + 1):
+        rank.called(number, "sum")
+    waiting.waits(0, "mean", [0])
+    rank.receive(waiting.transport.sent[0][1])
+    assert (rank.abort_reason is None) == (later == REMEMBERED_CALLS)
 
 
 @pytest.mark.parametrize("first", [0, 2, 3])

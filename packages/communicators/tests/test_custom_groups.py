@@ -60,6 +60,24 @@ def test_a_group_that_was_set_up_anew_is_met_anew():
     assert [total for _, total in on_threads(groups[:2], dist.PrefixStore("again", store))] == [[3.0] * 3] * 2
 
 
+class Reconfigurable(Own):
+    """As torch's since 2.14, whose handle is new where it was set up anew."""
+
+    supports_reconfigure, handle = True, "first"
+
+    def get_reconfigure_handle(self):
+        return self.handle
+
+
+def test_a_group_that_was_set_up_anew_with_as_many_ranks_is_met_anew():
+    groups, store = [Reconfigurable(rank, 2) for rank in range(2)], dist.HashStore()
+    first = [comm for comm, _ in on_threads(groups, store)]
+    assert [as_communicator(group) for group in groups] == first
+    for group in groups:
+        group.handle = "second"
+    assert not {comm for comm, _ in on_threads(groups, store)} & set(first)
+
+
 def test_ranks_that_met_others_before_meet_those_that_are_new():
     """In the same Store, where some ranks have been more often than others."""
     store = dist.HashStore()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from communicators import CollectiveError, Dies, Elastic, LeftOutError, Link, LinkLost, SimulatedWorld, allreduce
-from communicators.elastic import board
+from communicators.elastic import board, store
 from communicators.elastic.store import StoreBoard, board_of
 from communicators.elastic.testing import check_elastic_laws
 
@@ -244,7 +245,7 @@ def test_bytes_are_counted_once_over_all_generations():
     def body(comm):
         elastic = Elastic(comm, start_with=3)
         for _ in range(10):
-            comm.elapse(0.1)
+            elastic.elapse(0.1)
             elastic.atomic(lambda: allreduce(torch.ones(100), elastic))
             elastic.boundary(dict)
         return elastic.generation, elastic.bytes_sent, elastic.messages_sent
@@ -327,6 +328,24 @@ def test_a_newcomer_that_dies_while_it_connects_costs_one_time_out():
     assert 5.0 <= max(took) < 6.0
 
 
+def test_a_newcomer_is_not_to_blame_for_two_others_that_do_not_reach_each_other():
+    """It comes again at once, while each of those waits for half of the time-out at least."""
+
+    def body(comm):
+        comm.elapse(0.5 if comm.rank else 0.0)
+        world = Elastic(comm, timeout=5.0, start_with=1, patience=30.0)
+        came = comm.clock() if world.joining else None
+        while comm.clock() < 15.0 and came is None:
+            comm.elapse(0.1)
+            world.atomic(lambda: allreduce(torch.ones(1), world))
+            world.boundary(dict)
+        world.close()
+        return came
+
+    _, came, *_ = SimulatedWorld(4, faults=[LinkLost(2, 3, at=0.0, seconds=60.0)]).run(body)
+    assert 5.5 < came < 6.5
+
+
 def test_a_record_gives_way_only_to_who_knows_the_newest():
     """Of ranks that replace one record at once, one does, and all are told who."""
 
@@ -338,6 +357,19 @@ def test_a_record_gives_way_only_to_who_knows_the_newest():
         return told, own.get(board.RECORD), own.swap(board.RECORD, "by nobody", "late")
 
     assert SimulatedWorld(5).run(body) == [("by 0", "by 0", "by 0")] * 5
+
+
+def test_boards_find_out_whom_they_do_not_reach(monkeypatch):
+    monkeypatch.setattr(store, "PROBE_SECONDS", 0.3)
+    kept, names = dist.HashStore(), ["a", "b", "c"]
+
+    def unreached(name):
+        own = StoreBoard(lambda: kept, "here")
+        own.name = name
+        return own.unreached(2, [other for other in names if other != name])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(unreached, names[:2])) == [("c",)] * 2
 
 
 def test_a_store_that_is_not_there_yet_is_waited_for():

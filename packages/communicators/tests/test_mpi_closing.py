@@ -1,9 +1,13 @@
-"""The end of MPI's communicators, and of ranks, with requests that stand for MPI's."""
+"""First calls and the end of MPI's communicators, and of ranks, with requests that stand for MPI's."""
+
+import time
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
+from communicators import CollectiveError
 from communicators.background.transport import PeerLost
 from communicators.worlds import mpi
 
@@ -84,3 +88,27 @@ def test_control_messages_to_a_dead_rank_are_dropped():
     ending = transport(looks=[0], abandoned=[])
     ending._written.append((Failing(), 2, b"departed"))
     assert not ending._unsent()
+
+
+def test_who_is_absent_from_a_first_call_is_named():
+    """Not this rank itself, whose own message may not have come either."""
+
+    class Comm:
+        Get_rank, Get_size = (lambda self: 1), (lambda self: 4)
+
+        def Ialltoallv(self, sends, receives):  # noqa: N802 (MPI names it)
+            receives[0][2] = 1
+            return Request(10**9)
+
+    with pytest.raises(CollectiveError, match=r"after 2 s: rank 1 waits for ranks \[0, 3\] in the first call"):
+        mpi._wait_for_all(Comm(), time.monotonic(), 2.0)
+
+
+def test_a_signal_line_waits_until_mpi_touches_its_room_no_more():
+    """MPI says that a receive which is cancelled is over only after that."""
+    asked = []
+    receive = SimpleNamespace(
+        **{name: lambda name=name: asked.append(name) for name in ("Start", "Cancel", "Wait", "Free")}
+    )
+    mpi.MPISignalLine(SimpleNamespace(Recv_init=lambda *_: receive), asked.append).close()
+    assert asked == ["Start", "Cancel", "Wait", "Free"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from communicators import Round
 from communicators.worlds import nccl
+from communicators.worlds.meeting import Rendezvous
 from torch._C import _distributed_c10d
 
 pytestmark = pytest.mark.quick
@@ -27,6 +30,7 @@ class Group:
 
     def __init__(self, store, rank, size, options):
         self.timeout, self.asked, self.others_are_there = options._timeout, [], threading.Event()
+        self.made_of = store, rank, size
 
     def _start_coalescing(self):
         self.asked.append("start")
@@ -83,6 +87,14 @@ def connect(line):
         time.sleep(1e-3)
 
 
+def test_it_is_of_those_who_have_met(monkeypatch):
+    monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", Group, raising=False)
+    kept = dist.HashStore()
+    store, rank, size = nccl.NCCL.of(Rendezvous(1, 3, kept, kept))._group.made_of
+    store.set("key", "value")
+    assert (rank, size, kept.get("nccl/key")) == (1, 3, b"value")
+
+
 def test_its_watchdog_ends_nothing(line):
     assert line._group.timeout.total_seconds() >= 24 * 3600
 
@@ -112,6 +124,22 @@ def test_a_group_is_closed_whatever_happens(line):
     with pytest.raises(ValueError, match="no such rank"):
         line.sendrecv({13: torch.ones(3)}, {})
     assert line._group.asked == ["start", "end"]
+
+
+def test_a_round_that_is_given_up_ends_the_line_once_it_was_launched():
+    aborted = []
+    transport = SimpleNamespace(
+        line=SimpleNamespace(ready=lambda device: True, sendrecv=lambda sends, recvs: "launched"),
+        has_turn=lambda call: True,
+        is_over=lambda launched: False,
+        abort=lambda *launched: aborted.append(launched[0]),
+    )
+    pending = nccl._PendingRound(transport, None, Round(), HERE)
+    pending.cancel()
+    assert not aborted
+    pending.done()
+    pending.cancel()
+    assert aborted == ["launched"]
 
 
 def test_it_is_aborted_once(line):

@@ -310,6 +310,14 @@ def test_closing_frees_all_that_they_hold():
         assert not [one for one in engine()._driven if one in made]
 
 
+def test_those_that_are_open_when_the_process_ends_free_what_they_hold(monkeypatch):
+    own = Engine()
+    monkeypatch.setattr(transport_communicator, "engine", lambda: own)
+    made = on_all(ranks(2), lambda comm: comm.signals())
+    own.close()
+    assert all(one._comm.transport.is_closed and one._comm.transport.line.is_closed for one in made)
+
+
 def test_without_a_thread_they_are_refused(monkeypatch):
     monkeypatch.setattr(Threads, "threaded", False)
     monkeypatch.setattr(transport_communicator, "engine", Engine)

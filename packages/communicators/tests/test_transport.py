@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from communicators import (
     CollectiveError,
     Payload,
     Round,
+    SimulatedWorld,
     allreduce,
     broadcast,
     run,
@@ -22,8 +24,9 @@ from communicators import (
 )
 from communicators.background import control, sends, transport_communicator
 from communicators.background.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
-from communicators.background.transport import PeerLost, Transport
+from communicators.background.transport import PeerLost, PendingSum, Transport
 from communicators.background.transport_communicator import drive
+from communicators.timeline import named_messages
 from communicators.worlds.gloo import GlooGroup, Waiters
 from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
 
@@ -42,6 +45,80 @@ def test_calls_and_background_calls():
     assert on_all(comms, lambda comm: allreduce(torch.ones(5), comm).tolist()) == [[3.0] * 5] * 3
     works = [start(ping(comm), comm, facts="ping") for comm in comms]
     assert [work.wait(timeout=10) for work in works] == [2, 0, 1]
+
+
+def test_bytes_and_messages_are_counted_as_in_the_simulated_world():
+    """Without the agreement on a new call."""
+
+    def body(comm):
+        allreduce(torch.ones(100), comm, native=False)
+        return comm.bytes_sent, comm.messages_sent
+
+    assert on_all(ranks(3), body) == SimulatedWorld(3).run(body)
+
+
+def sums_by(monkeypatch, done, cancel):
+    """Transports have a sum of their own. done(transport), cancel(transport): of a sum that is posted."""
+    monkeypatch.setattr(Threads, "summed", (torch.float32,))
+    post = lambda own, tensor: PendingSum(own, lambda: done(own), lambda: cancel(own))  # noqa: E731
+    monkeypatch.setattr(Threads, "post_sum", post)
+
+
+def test_a_transports_own_sum_counts_what_the_best_algorithms_send(monkeypatch):
+    """And the barrier before it: two messages of 16 bytes."""
+    sums_by(monkeypatch, done=lambda own: True, cancel=None)
+    comms = ranks(3)
+    on_all(comms, lambda comm: allreduce(torch.ones(600), comm))
+    assert [(comm.bytes_sent, comm.messages_sent) for comm in comms] == [(2 * 16 + 2 * 2400 * 2 // 3, 3)] * 3
+
+
+def test_a_transports_own_sum_is_given_up_where_its_call_fails(monkeypatch):
+    """It uses the tensor until then."""
+    posted, given_up = set(), []
+
+    def done(own):
+        posted.add(own.rank)
+        if len(posted) == 2:
+            comms[0].control.request_abort("by hand")
+        return False
+
+    sums_by(monkeypatch, done, cancel=lambda own: given_up.append(own.rank))
+    comms = ranks(2)
+    assert {str(error) for error in on_all(comms, lambda comm: allreduce(torch.ones(3), comm))} == {"by hand"}
+    assert sorted(given_up) == [0, 1]
+
+
+def test_labels_end_and_name_both_ends_of_a_message_alike(monkeypatch):
+    """Also labels of a call that fails, and of a message that never comes."""
+    begun, ended = [], []
+
+    @contextmanager
+    def labelled(name):
+        begun.append(name)
+        yield
+        ended.append(name)
+
+    monkeypatch.setattr(transport_communicator, "labelled", labelled)
+    monkeypatch.setattr(transport_communicator, "records", lambda: True)
+    comms = ranks(3)
+    on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
+    told = [event["args"] for event in named_messages({"name": name} for name in begun) if "args" in event]
+    sent, came = ({each["key"] for each in told if each["way"] == way} for way in ("to", "from"))
+    assert len(told) == 2 * len(sent)
+    assert sent == came
+    works = [start(late(comm), comm, facts="ping") for comm in comms]
+    comms[0].control.request_abort("by hand")
+    assert soon(lambda: all(work.is_completed() for work in works))
+    assert soon(lambda: sorted(begun) == sorted(ended))
+
+
+def test_an_exchange_aside_is_among_those_that_it_names():
+    comms, pair = ranks(3), [2, 0]
+    works = [
+        comms[member].aside(ping(SimpleNamespace(rank=place, size=2)), pair, facts="aside")
+        for place, member in enumerate(pair)
+    ]
+    assert [work.wait(timeout=10) for work in works] == [1, 0]
 
 
 def test_a_wait_that_times_out_names_call_round_and_peer_and_the_call_goes_on():
@@ -106,7 +183,7 @@ def test_a_lost_connection_is_news_until_a_letter_says_why(monkeypatch):
 def test_a_peer_that_died_is_named_at_once(monkeypatch):
     """mpiexec, which ends the others, leaves no time to wait for a reason."""
     monkeypatch.setattr(transport_communicator, "GRACE_SECONDS", 60.0)
-    comms = ranks(2)
+    comms, begin = ranks(2), time.monotonic()
 
     def died(self):
         raise PeerLost(1, ConnectionError("reset"), died=True)
@@ -114,6 +191,7 @@ def test_a_peer_that_died_is_named_at_once(monkeypatch):
     monkeypatch.setattr(Waiting, "done", died)
     with pytest.raises(CollectiveError, match="rank 1 is gone: its connection was lost"):
         allreduce(torch.ones(1), comms[0])
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.slow
@@ -197,7 +275,7 @@ def test_a_transport_of_ones_own_is_told_what_it_lacks(monkeypatch):
     """Without a Pending, without a duplicate, and where changed messages go unchecked."""
     monkeypatch.setattr(Threads, "duplicate", Transport.duplicate)
     assert "it lacks duplicate(patience)" in str(on_all(ranks(2), lambda comm: comm.duplicate())[0])
-    monkeypatch.setattr(Waiting, "received", lambda self: {p: changed(payload) for p, payload in self.come.items()})
+    monkeypatch.setattr(Waiting, "received", lambda self: {p: changed(payload) for p, payload in self.arrivals.items()})
     assert "corrupted agreement" in str(on_all(ranks(2), lambda comm: run(ping(comm), comm))[0])
     monkeypatch.setattr(Threads, "post", lambda *_: None)
     assert "Threads.post() returned None, expected a Pending" in str(on_all(ranks(2), lambda c: run(ping(c), c))[0])
@@ -266,6 +344,20 @@ def test_closing_waits_for_receipts(receipts):
         receipts.come.set()
         assert [future.result(timeout=10) for future in closing] == [None, None]
     assert all(comm.transport.is_closed for comm in comms)
+
+
+def test_retiring_waits_a_moment_for_receipts_and_for_nobody(receipts, monkeypatch):
+    """The others are told; a rank that has closed its communicator may meet them again, one that has left may not."""
+    monkeypatch.setattr(transport_communicator, "RETIRE_SECONDS", 0.05)
+    monkeypatch.setattr(sends, "GRACE_SECONDS", 60.0)
+    comms = ranks(3)
+    on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
+    comms[0].retire()
+    assert soon(lambda: comms[0].transport.is_closed)
+    comms[2].control.depart("it exited")
+    assert soon(lambda: set(comms[1].control.departed) == {0, 2})
+    assert comms[1].ended == comms[1].gone == {2}
+    receipts.come.set()
 
 
 def test_what_a_failed_communicator_has_left_behind_is_given_up(receipts):
@@ -357,6 +449,15 @@ def test_a_communicator_that_nobody_holds_is_released():
             break
         time.sleep(0.01)
     assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_group_that_ends_does_not_wait_long_for_a_message_that_never_comes():
+    come = threading.Event()
+    waiters = Waiters()
+    wait = waiters.wait_for(SimpleNamespace(wait=lambda timeout: come.wait(5.0)))
+    waiters.close(timeout=0.05)
+    assert not wait.done
+    come.set()
 
 
 def test_a_work_that_is_over_is_let_go_before_its_waiter_is_idle():

@@ -221,8 +221,6 @@ class TransportSignals(Signals, Driven):
         for peer in active:
             if peer in departed:
                 with self._lock:
-                    self._waiting[peer].clear()
-                    self._told.add(peer)
                     self._active.discard(peer)
             elif self._sent(peer):
                 went = self._send_next(peer) or went

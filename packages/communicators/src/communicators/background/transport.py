@@ -18,7 +18,6 @@ class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a control mes
     """Lost connection to a peer. died: a peer that leaves by itself would not lose it, so no message comes."""
 
     def __init__(self, peer: int, error: BaseException, *, died: bool = False) -> None:
-        super().__init__(peer, error)
         self.peer, self.error, self.died = peer, error, died
 
 
