@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from communicators import CollectiveError, Dies, Elastic, LeftOutError, Link, LinkLost, SimulatedWorld, allreduce
 from communicators.elastic import board, store
+from communicators.elastic.membership import WINDOW_SECONDS
 from communicators.elastic.store import StoreBoard, board_of
 from communicators.elastic.testing import check_elastic_laws
 
@@ -133,6 +134,28 @@ def test_of_two_ranks_that_lose_each_other_one_is_left_out(pair):
     assert out in pair
     assert f"{out}.1 was left out of generation" in told[out][0]
     assert all(said[:3] == [5, 5, 5] and said[-1] == 4 for rank, said in enumerate(told) if rank != out)
+
+
+@pytest.mark.parametrize(("gone", "out"), [({1: "3", 3: "1"}, 3), ({2: "0", 0: "23", 3: "0"}, 0)])
+def test_ranks_that_have_gone_on_without_each_other_part(gone, out):
+    """Who lacks most others is left out, of several the last; the others exchange without it."""
+
+    def body(comm):
+        comm.elapse(0.01 * comm.rank)  # they come in this order
+        elastic = Elastic(comm, start_with=4, timeout=0.2)
+
+        def exchange():
+            elastic.part({f"{rank}.1" for rank in gone.get(comm.rank, "")})
+            return allreduce(torch.ones(1), elastic).item()
+
+        try:
+            return elastic.atomic(exchange)
+        except LeftOutError as error:
+            return str(error)
+
+    told = SimulatedWorld(4).run(body)
+    assert f"{out}.1 was left out: it and others had lost each other" in told.pop(out)
+    assert told == [3.0] * 3
 
 
 def test_messages_over_a_lost_link_come_once_it_is_back():
@@ -309,6 +332,23 @@ def test_an_exchange_that_takes_longer_than_the_time_out_ends_with_an_error():
         return True
 
     assert SimulatedWorld(3, Link(0.2, 0.0)).run(body) == [True] * 3
+
+
+def test_a_rank_that_comes_late_to_where_another_has_died_is_waited_for_as_long_as_the_time_out_says():
+    took = []
+
+    def body(comm):
+        world = Elastic(comm, start_with=3, timeout=5.0)
+        world.atomic(lambda: allreduce(torch.ones(1), world))
+        if comm.rank == 1:
+            comm.elapse(100.0)
+            return
+        began = world.clock()
+        world.atomic(lambda: allreduce(torch.ones(1), world))
+        took.append(world.clock() - began)
+
+    SimulatedWorld(3, faults=[Dies(2, at=0.1)]).run(body)
+    assert took == [pytest.approx(5.0 + WINDOW_SECONDS, abs=0.01)]
 
 
 def test_a_newcomer_that_dies_while_it_connects_costs_one_time_out():
