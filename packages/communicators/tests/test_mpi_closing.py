@@ -104,11 +104,31 @@ def test_who_is_absent_from_a_first_call_is_named():
         mpi._wait_for_all(Comm(), time.monotonic(), 2.0)
 
 
-def test_a_signal_line_waits_until_mpi_touches_its_room_no_more():
-    """MPI says that a receive which is cancelled is over only after that."""
-    asked = []
-    receive = SimpleNamespace(
-        **{name: lambda name=name: asked.append(name) for name in ("Start", "Cancel", "Wait", "Free")}
-    )
-    mpi.MPISignalLine(SimpleNamespace(Recv_init=lambda *_: receive), asked.append).close()
-    assert asked == ["Start", "Cancel", "Wait", "Free"]
+class Receive:
+    """A persistent receive of these messages, by source; notes what it is asked."""
+
+    def __init__(self, room, messages):
+        self.room, self.messages, self.asked = room, messages, []
+
+    def __getattr__(self, name):
+        return lambda: self.asked.append(name)
+
+    def Test(self, status):  # noqa: N802 (MPI names it)
+        if not self.messages or self.asked[-1] != "Start":
+            return False
+        source, message = self.messages.pop(0)
+        self.room[: len(message)] = message
+        status.Set_source(source)
+        status.Set_elements(mpi.MPI.BYTE, len(message))
+        self.asked.append("came")
+        return True
+
+
+def test_a_signal_line_reads_all_that_has_come_and_waits_until_mpi_touches_its_room_no_more():
+    """A receive that is cancelled is over only after that."""
+    messages = [(2, b"first"), (0, b"second, longer"), (2, b"")]
+    made = lambda room, source: Receive(room[0], list(messages))  # noqa: E731
+    line = mpi.MPISignalLine(SimpleNamespace(Recv_init=made), None)
+    assert (line.received(), line.received()) == (messages, [])
+    line.close()
+    assert line._receive.asked == [*["Start", "came"] * 3, "Start", "Cancel", "Wait", "Free"]
