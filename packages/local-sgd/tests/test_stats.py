@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
-from local_sgd import CoCoDSGD, DiLoCo, LocalSGD, StreamingDiLoCo
+from local_sgd import CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, StreamingDiLoCo
 from partial_collectives import PartialAllreduce
 from sparse_collectives import sparse_allreduce
 from sparse_compress import ErrorFeedback, TopK
@@ -70,6 +70,22 @@ def test_a_sum_by_the_transport_itself_is_waited_for_where_it_begins(quadratic):
     assert stats["seconds_waited"] == pytest.approx(stats["seconds_exchanging"])
     assert (stats["seconds_hidden"], fraction) == (pytest.approx(0), pytest.approx(0))
     assert stats["seconds_waited"] > 0
+
+
+def test_who_waits_has_all_that_is_under_way(quadratic):
+    """An exchange that takes longer than the rest of the training: without `wait()` it is not counted."""
+
+    def body(comm, waits):
+        task = quadratic(comm.rank)
+        optimizer = made(comm, task, OverlapLocalSGD)
+        task.train(optimizer, range(TAU))
+        if waits:
+            optimizer.wait()
+        return optimizer.stats()["seconds_exchanging"], optimizer.stats()["seconds_waited"]
+
+    counted, not_yet = (SimulatedWorld(2, Link(1.0, 0.0)).run(partial(body, waits=waits)) for waits in (True, False))
+    assert counted == [(pytest.approx(2.0), pytest.approx(2.0))] * 2
+    assert not_yet == [(0.0, 0.0)] * 2
 
 
 def test_steps_of_before_a_resume_are_not_what_is_compared_with(quadratic):

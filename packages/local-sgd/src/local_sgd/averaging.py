@@ -98,13 +98,11 @@ class Averaging:
         with self._keeping_errors():
             self._since, self._next_since = self._next_since, ""
             self._give(vectors, weight, finished)
-            came = self._comm.clock()
             try:
                 self._start(start)
             except CollectiveError:
                 if not self._comm.elastic:  # there it is launched again when it is taken
                     raise
-            self.waited += self._comm.clock() - came  # for a sum that does not run in the background
 
     def arrived(self, *, waits: bool = True) -> Arrived:
         """Waits for the last launch and returns its means, which stay until the next launch.
