@@ -349,8 +349,6 @@ class Driver:
 
     def all_hold(self, models: list[Tensor]) -> None:
         """Notes that all ranks hold these models; where the rule overlaps, an exchange without means is under way."""
-        if self.at_rest is not None:
-            self.at_rest.forget()
         self._anchor(models)
         self.owner.end_steps()
         self.drained = True
