@@ -44,7 +44,9 @@ class Recording(PartialAllreduce):
         return results
 
 
-def counting(comm, log, *, late=0.0, steps=12, seed=0, drains=False, leaves=-1, streams=False, width=1, **rounds):
+def counting(
+    comm, log, *, late=0.0, steps=12, ends=None, seed=0, drains=False, leaves=-1, streams=False, width=1, **rounds
+):
     """Takes so many steps, which take drawn times; each counts itself in both tensors. None: not let in."""
     draw = random.Random(f"{seed}/{comm.rank}")
     comm.elapse(late)
@@ -59,8 +61,10 @@ def counting(comm, log, *, late=0.0, steps=12, seed=0, drains=False, leaves=-1, 
         optimizer = (StreamingDiLoCo if streams else DiLoCo)(inner, model=model, **options)
     except TimeoutError:
         return None
+    assert all(torch.equal(part.gather(), part["anchor"]) for part in optimizer._driver.parts)  # a newcomer's, too
     log.began[comm.rank] = log.steps[0]
-    for number in range(steps):
+    period = drains.get(comm.rank, 0) if isinstance(drains, dict) else 5 * drains
+    for number in range((ends or {}).get(comm.rank, steps)):
         comm.elapse(draw.choice(SECONDS))
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -78,7 +82,7 @@ def counting(comm, log, *, late=0.0, steps=12, seed=0, drains=False, leaves=-1, 
         if comm.rank == 0 and world.size < comm.size:
             log.grew = log.steps[0]
         log.sizes.add(world.size)
-        if drains and number % 5 == 4:
+        if period and (number + 1) % period == 0:
             optimizer.drain()
             log.met[optimizer._driver._elastic.number].append([p.tolist() for p in model.parameters()])
     optimizer.finish()
@@ -139,6 +143,18 @@ def test_a_newcomer_is_let_in_without_being_asked_for(streams, quorum):
     assert None not in outcomes
     assert log.sizes == {2, 3}
     assert log.steps[2] == 40
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("how", ["ends", "drains"])
+def test_a_newcomer_comes_while_one_waits_for_the_others(how, first, streams):
+    """It has ended, or drains, which others do much later."""
+    steps = {"ends": {first: 8}, "drains": {first: 8, 1 - first: 60}}[how]
+    outcomes, log = check(3, [], {2: 0.05}, 1, steps=60 if how == "ends" else 120, **{how: steps}, streams=streams)
+    assert None not in outcomes
+    assert log.steps == [8 if how == "ends" and rank == first else 60 if how == "ends" else 120 for rank in range(3)]
+    assert log.sizes == {2, 3}
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -140,6 +140,30 @@ def test_states(name, trained):
 
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MADE)
+def test_a_state_stays_as_it_was_whoever_goes_on_from_it(name):
+    """torch's own optimizers go on in its tensors: who loads it a second time finds another one."""
+
+    def begun():
+        model = network()
+        return model, MADE[name](model)
+
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            train(model, optimizer, 1)
+            getattr(optimizer, "average", lambda: None)()
+
+    steps(*(first := begun()), 3)
+    weights, state = copy.deepcopy([part.state_dict() for part in first])
+    before, (model, optimizer) = copy.deepcopy(state), begun()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    steps(model, optimizer, 5)
+    assert equal(state, before)
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore")
 def test_states_of_the_hook(trained):
     _, state = trained("DistributedOptimizer")
 

@@ -1,6 +1,5 @@
 """Rule of an outer optimizer, whose gradient is the change of a block."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,8 +104,7 @@ class OuterStep(Rule):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `check` accepted."""
         state = state["outer"]
-        loaded = check_loaded(state["state"], state["held"])
-        load_into(self.outer, copy.deepcopy(loaded))  # torch would go on in the given tensors
+        load_into(self.outer, check_loaded(state["state"], state["held"]))
         if self.scheduler is not None:
             load_into(self.scheduler, state["scheduler"])
         self._steps = state["steps"]

@@ -102,7 +102,7 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     if len(set(saved)) < len(saved) or not all(isinstance(state["state"].get(number, {}), dict) for number in saved):
         raise ValueError(f"the wrapped optimizer's state is not by parameter, of which it has {saved!r:.200}")
     before = optimizer.param_groups
-    optimizer.load_state_dict(dict(state))
+    optimizer.load_state_dict(copy.deepcopy(dict(state)))  # torch would go on in the given tensors
     for group, own in zip(optimizer.param_groups, before, strict=True):
         settings = {key: held for key, held in own.items() if key in optimizer.defaults}
         lacking = [key for key in settings if key not in group] if _is_torchs(optimizer) else []
