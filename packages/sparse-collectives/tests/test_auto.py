@@ -10,7 +10,8 @@ from communicators import Link, SimulatedWorld, as_communicator
 from data_parallel import DistributedOptimizer, SparseHookState
 from sparse_collectives import ALGORITHMS, choose, sparse_allreduce
 from sparse_collectives.algorithms.table import resolve
-from sparse_collectives.prediction.cost import Handling
+from sparse_collectives.prediction.auto import _reason
+from sparse_collectives.prediction.cost import Handling, Prediction
 from sparse_compress import TopK, topk
 
 pytestmark = pytest.mark.quick
@@ -206,3 +207,16 @@ def test_hook_needs_the_parameters_to_choose():
         SparseHookState(algorithm="auto")
     state = SparseHookState(algorithm="auto", named_parameters=linear().named_parameters())
     assert state.algorithm == state.choice.algorithm == "dense"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(1e-3, "gtopk is the fastest, spardl comes next"), (9e-4, "spardl is f")]
+)
+def test_only_what_takes_less_is_called_faster(seconds, said):
+    """A tie goes to the one that is taken, which need not be the fastest where momentum excludes others."""
+    costs = {"compression": 0.0, "transfer": 0.0, "merging": 0.0, "nbytes": 800, "rounds": 1}
+    taken, other = (
+        Prediction(name, 1000, 0.1, "fp32", latency=latency, **costs)
+        for name, latency in (("gtopk", 1e-3), ("spardl", seconds))
+    )
+    assert _reason(taken, [taken, other]).startswith(said)
