@@ -22,6 +22,7 @@ settings.register_profile("whole", max_examples=20, **COMMON)
 settings.register_profile("quick", max_examples=5, **COMMON)
 settings.register_profile("thorough", max_examples=400, **COMMON)
 settings.load_profile("check")
+gc.disable()  # until all tests are imported
 
 
 QUICK = "quick and not slow"
@@ -74,9 +75,9 @@ def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Spares garbage collections torch's million objects and the tests themselves: half of the time of many tests."""
-    gc.collect()
+    """Spares garbage collections torch's million objects and the tests themselves: a tenth of the time."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

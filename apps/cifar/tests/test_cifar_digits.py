@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from thinwire_cifar.classification import Classification
 from thinwire_cifar.data.digits import load
 from thinwire_cifar.data.images import Images
@@ -31,6 +30,8 @@ def test_split(digits: Images) -> None:
 
 def test_they_are_scikit_learns(digits: Images) -> None:
     """The multiset of (image, class), since the split is drawn."""
+    from sklearn.datasets import load_digits  # two seconds, of whoever collects tests
+
     bundled = load_digits()
     expected = np.column_stack([bundled.data, bundled.target])
     ours = [
