@@ -24,7 +24,6 @@ from communicators.background.control import FAILED_DEPARTURE_SECONDS, Control, 
 LISTEN_SECONDS = 0.05
 BUSY_SECONDS = 50e-6
 SPIN_SECONDS = 100e-6
-LONGEST_NAP_SECONDS = 200e-6
 IDLE_SECONDS = 1e-3
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class Engine:
         if self.inline:  # what was started before has no other thread
             self._advance_all()
         if waited > SPIN_SECONDS:
-            nap(min(waited / 8, LONGEST_NAP_SECONDS))
+            nap(waited / 8)
             driven.watch()
             self._listen_in_time()
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from communicators.background.call import Call
 from communicators.schedule import Received, Round
 
+LONGEST_NAP_SECONDS = 200e-6
+
 
 class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a control message may say why it left
     """Lost connection to a peer. died: a peer that leaves by itself would not lose it, so no message comes."""
@@ -165,8 +167,8 @@ class Transport(ABC):
         """The control messages that have come; does not block."""
 
     def nap(self, seconds: float) -> None:
-        """Waits at most `seconds` for messages to come, less where the transport notices that they have."""
-        time.sleep(seconds)
+        """Waits at most `seconds` for messages to come, less where they would come unnoticed."""
+        time.sleep(min(seconds, LONGEST_NAP_SECONDS))
 
     def can_sum(self, tensor: Tensor) -> bool:
         """Whether the transport has an allreduce of its own for this dtype and device."""

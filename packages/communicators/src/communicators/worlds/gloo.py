@@ -48,6 +48,7 @@ LENGTH_BYTES = 4
 PIECE_BYTES = 1 << 16
 """Fewest bytes of a long message that go by one of several connections."""
 FLUSH_POLL_SECONDS = 1e-3
+LONGEST_NAP_SECONDS = 2e-3
 CLOSE_SECONDS = 1.0
 """Longest time that the control messages of a closed communicator may take to be sent."""
 LOST_SECONDS = 1.0
@@ -125,8 +126,8 @@ class GlooTransport(Transport):
         return False
 
     def nap(self, seconds: float) -> None:
-        """Waits at most `seconds` for a waiter to have news."""
-        self._data.waiters.news.wait(seconds)
+        """Waits at most `seconds` for a waiter to have news, which another thread's nap may have taken."""
+        self._data.waiters.news.wait(min(seconds, LONGEST_NAP_SECONDS))
         self._data.waiters.news.clear()
 
     def send_control(self, peer: int, message: bytes) -> None:
