@@ -2,9 +2,9 @@
 
 Each connection is one launch: a request in, [exit status of each rank] out, both JSON. A rank is a process and a
 session of its own, runs its script as `python SCRIPT` or `python -m MODULE` would, and ends as an interpreter ends, but
-that nothing is taken apart where all went well and MPI was not there; all are ended where who asked is gone. They share
-one seed of hashes, which interpreters that mpiexec starts do not. With one rank may come descriptors, see mpi_rank.py:
-of its output, and of its way to mpiexec.
+that modules are not taken apart where all went well; all are ended where who asked is gone. They share one seed of
+hashes, which interpreters that mpiexec starts do not. With one rank may come descriptors, see mpi_rank.py: of its
+output, and of its way to mpiexec.
 
 usage: python forked_ranks.py DESCRIPTOR (of a listening socket); ends with its standard input
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import json
@@ -133,6 +134,10 @@ def end() -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if mpi := sys.modules.get("mpi4py.MPI"):
+        if mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.Finalize()
+        ctypes.CDLL(None).exit(0)  # what MPICH does at exit tells mpiexec that all went well
     os._exit(0)
 
 
@@ -144,5 +149,4 @@ if __name__ == "__main__":
         except SystemExit as ended:
             if ended.code:
                 raise
-        if "mpi4py" not in sys.modules:  # mpiexec is told by the end of the library
-            end()
+        end()
