@@ -90,9 +90,11 @@ def connect(line):
 def test_it_is_of_those_who_have_met(monkeypatch):
     monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", Group, raising=False)
     kept = dist.HashStore()
-    store, rank, size = nccl.NCCL.of(Rendezvous(1, 3, kept, kept))._group.made_of
-    store.set("key", "value")
-    assert (rank, size, kept.get("nccl/key")) == (1, 3, b"value")
+    made = [nccl.NCCL.of(Rendezvous(rank, 3, kept, kept))._group.made_of for rank in (1, 2)]
+    assert [ranks for _, *ranks in made] == [[1, 3], [2, 3]]
+    made[0][0].set("key", "value")
+    assert made[1][0].check(["key"])
+    assert not kept.check(["key"])  # nor where other keys of theirs are
 
 
 def test_its_watchdog_ends_nothing(line):
