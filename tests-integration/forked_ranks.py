@@ -2,9 +2,9 @@
 
 Each connection is one launch: a request in, [exit status of each rank] out, both JSON. A rank is a process and a
 session of its own, runs its script as `python SCRIPT` or `python -m MODULE` would, and ends as an interpreter ends, but
-that modules are not taken apart where all went well; all are ended where who asked is gone. They share one seed of
-hashes, which interpreters that mpiexec starts do not. With one rank may come descriptors, see mpi_rank.py: of its
-output, and of its way to mpiexec.
+that modules are not taken apart; all are ended where who asked is gone. They share one seed of hashes, which
+interpreters that mpiexec starts do not. With one rank may come descriptors, see mpi_rank.py: of its output, and of its
+way to mpiexec.
 
 usage: python forked_ranks.py DESCRIPTOR (of a listening socket); ends with its standard input
 """
@@ -23,7 +23,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,25 +127,19 @@ def become(rank: Rank) -> None:
         runpy.run_path(rank.words[0], run_name="__main__")
 
 
-def end() -> None:
-    """Ends without taking modules apart, which would copy all memory that the forks share: 0.3 s each."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if mpi := sys.modules.get("mpi4py.MPI"):
-        if mpi.Is_initialized() and not mpi.Is_finalized():
-            mpi.Finalize()
-        ctypes.CDLL(None).exit(0)  # what MPICH does at exit tells mpiexec that all went well
-    os._exit(0)
+def keep_modules() -> None:
+    """Hides what is imported from the interpreter's end, which would take it apart, and so copy what the forks share.
+
+    Called after what the rank has for its end. Threads, MPI and torch's libraries end as ever.
+    """
+    kept = dict(sys.modules)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for name in set(kept) - {"sys", "builtins"}:
+        del sys.modules[name]
 
 
 if __name__ == "__main__":
     mine = rank_of(socket.socket(fileno=int(sys.argv[1])))
     if mine is not None:
-        try:
-            become(mine)
-        except SystemExit as ended:
-            if ended.code:
-                raise
-        end()
+        atexit.register(keep_modules)
+        become(mine)

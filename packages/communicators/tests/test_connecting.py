@@ -80,3 +80,19 @@ def test_ranks_that_have_met_and_cannot_connect(monkeypatch):
     assert "rank 1 cannot connect to all others, which are there" in second
     assert "GLOO_SOCKET_IFNAME" in second
     assert "Store" not in second
+
+
+def test_a_nap_ends_where_a_message_comes(monkeypatch):
+    """Else who waits would notice it late, or keep a core busy with looking."""
+    monkeypatch.setattr(gloo, "LONGEST_NAP_SECONDS", 60.0)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda rank: GlooTransport(Rendezvous(rank, 2, store, store), 60.0), range(2))
+        one.nap(0.0)  # connecting was news
+        nap = pool.submit(one.nap, 60.0)
+        assert not wait([nap], timeout=0.2).done
+        other.send_control(0, b"now")
+        nap.result(20)
+        assert one.read_control() == [b"now"]
+        for ended in [pool.submit(transport.close) for transport in (one, other)]:
+            ended.result(30)

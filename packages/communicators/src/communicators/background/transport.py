@@ -14,6 +14,7 @@ from communicators.background.call import Call
 from communicators.schedule import Received, Round
 
 LONGEST_NAP_SECONDS = 200e-6
+"""Where nothing ends a nap when a message comes."""
 
 
 class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a control message may say why it left
@@ -167,7 +168,7 @@ class Transport(ABC):
         """The control messages that have come; does not block."""
 
     def nap(self, seconds: float) -> None:
-        """Waits at most `seconds` for messages to come, less where they would come unnoticed."""
+        """Waits at most `seconds` for messages to come, less where their coming would not end it."""
         time.sleep(min(seconds, LONGEST_NAP_SECONDS))
 
     def can_sum(self, tensor: Tensor) -> bool:

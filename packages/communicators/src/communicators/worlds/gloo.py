@@ -49,6 +49,7 @@ PIECE_BYTES = 1 << 16
 """Fewest bytes of a long message that go by one of several connections."""
 FLUSH_POLL_SECONDS = 1e-3
 LONGEST_NAP_SECONDS = 2e-3
+"""Where a message that comes ends it."""
 CLOSE_SECONDS = 1.0
 """Longest time that the control messages of a closed communicator may take to be sent."""
 LOST_SECONDS = 1.0
