@@ -35,7 +35,7 @@ def integers(comm, seed, numel):
 
 
 def dense_laws(comm):
-    for schedule in (schedules.ring_allreduce, schedules.halving_doubling_allreduce):
+    for schedule in (schedules.ring_allreduce, schedules.halving_doubling_allreduce, schedules.doubling_allreduce):
         for numel in (0, 1, 7, 1000):
             testing.check_laws(
                 lambda c, x, schedule=schedule: run(schedule(x, c.rank, c.size), c),

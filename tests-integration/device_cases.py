@@ -27,7 +27,7 @@ def integers(rank, numel, seed=0):
 def dense_sums(comm, device):
     for numel in (0, 1, 7, 1000):
         x = [integers(rank, numel) for rank in range(comm.size)]
-        for schedule in (schedules.ring_allreduce, schedules.halving_doubling_allreduce):
+        for schedule in (schedules.ring_allreduce, schedules.halving_doubling_allreduce, schedules.doubling_allreduce):
             mine = schedule(x[comm.rank].to(device), comm.rank, comm.size)
             total = run(mine, comm, device=device)
             assert total.device == device

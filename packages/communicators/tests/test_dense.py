@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.quick
 
-SCHEDULES = [schedules.ring_allreduce, schedules.halving_doubling_allreduce]
+SCHEDULES = [schedules.ring_allreduce, schedules.halving_doubling_allreduce, schedules.doubling_allreduce]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -40,6 +40,37 @@ def test_floats_agree_bit_for_bit(size, numel, seed):
         torch.testing.assert_close(results[0].double(), sum(x.double() for x in inputs), atol=1e-5, rtol=1e-5)
 
 
+@given(size=testing.world_sizes(), numel=st.integers(0, 50), seed=st.integers(0, 99))
+def test_doubling_has_the_bits_of_halving_and_doubling(size, numel, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [10.0 ** torch.randint(-42, 38, (numel,), generator=generator) for _ in range(size)]
+    both = [
+        SimulatedWorld(size).run(
+            lambda comm, schedule=schedule: run(schedule(inputs[comm.rank], comm.rank, size), comm)
+        )
+        for schedule in (schedules.halving_doubling_allreduce, schedules.doubling_allreduce)
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_doubling_of_unlike_nans_agrees(size):
+    """Of two NaN a sum is the first one, whose sign and payload ranks would have in turn."""
+    inputs = [torch.full((9,), 0x7FC00000 + rank, dtype=torch.int32).view(torch.float32) for rank in range(size)]
+    totals = SimulatedWorld(size).run(
+        lambda comm: run(schedules.doubling_allreduce(inputs[comm.rank], comm.rank, size), comm).view(torch.int32)
+    )
+    assert all(torch.equal(total, totals[0]) for total in totals)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_doubling_sends_what_the_paper_says(size):
+    world, rounds = SimulatedWorld(size), size.bit_length() - 1
+    world.run(lambda comm: allreduce(torch.ones(1024), comm, native=False))
+    assert world.bytes_sent == [rounds * (4096 + SLOT_BYTES)] * size
+    assert world.messages_sent == [rounds] * size
+
+
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_halving_doubling_sends_what_the_paper_says(size):
     numel, rounds = 1024, 2 * (size.bit_length() - 1)
@@ -62,8 +93,8 @@ def test_time_follows_the_link_model():
     """Halving-doubling takes 2 log P messages, one after another, of n/2, n/4, … elements."""
     link = Link()
     world = SimulatedWorld(8, link)
-    world.run(lambda comm: allreduce(torch.ones(1024), comm, native=False))
-    expected = 2 * sum(link.seconds(SLOT_BYTES + 4096 // share) for share in (2, 4, 8))
+    world.run(lambda comm: allreduce(torch.ones(8192), comm, native=False))
+    expected = 2 * sum(link.seconds(SLOT_BYTES + 4 * 8192 // share) for share in (2, 4, 8))
     assert world.elapsed == pytest.approx(expected)
 
 

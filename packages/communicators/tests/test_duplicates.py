@@ -92,4 +92,4 @@ def test_a_works_times_are_virtual():
         work.wait()
         return work.began, work.ended
 
-    assert SimulatedWorld(2, Link(0.25, 0.0)).run(body) == [(1.0, 1.5)] * 2
+    assert SimulatedWorld(2, Link(0.25, 0.0)).run(body) == [(1.0, 1.25)] * 2

@@ -259,7 +259,7 @@ def draws(comm, **settings):
     return drawn
 
 
-@pytest.mark.parametrize("more", [1.7e-3, 1.75e-3, 1.8e-3])
+@pytest.mark.parametrize("more", [1.55e-3, 1.6e-3, 1.65e-3])
 def test_what_a_dead_rank_drew_is_dealt_again_also_where_the_next_generation_fails(more):
     """The link between the survivors is dark for a little longer than they try to connect."""
     faults = [Dies(0, at=0.055), LinkLost(1, 2, at=0.055, seconds=0.2 + more)]

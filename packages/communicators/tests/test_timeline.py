@@ -134,7 +134,7 @@ def test_a_world_keeps_no_timeline_unless_asked():
 def test_a_rank_that_died_leaves_what_it_has_sent(tmp_path):
     world = SimulatedWorld(3, records=True, faults=[Dies(1, message=1)])
     with pytest.raises(Exception, match="rank 1 died"):
-        world.run(lambda comm: allreduce(torch.ones(1000), comm, native=False))
+        world.run(lambda comm: allreduce(torch.ones(10_000), comm, native=False))
     world.write_trace(tmp_path / "trace.json")
     check_trace(json.loads((tmp_path / "trace.json").read_text()))
 

@@ -23,7 +23,8 @@ from communicators import (
     start,
 )
 from communicators.background import control, sends, transport_communicator
-from communicators.background.engine import LISTEN_SECONDS, Engine, engine, leave
+from communicators.background import engine as engine_module
+from communicators.background.engine import LISTEN_SECONDS, Driven, Engine, engine, leave
 from communicators.background.transport import PeerLost, PendingSum, Transport
 from communicators.background.transport_communicator import drive
 from communicators.timeline import named_messages
@@ -214,10 +215,8 @@ def test_closing_after_a_failure_waits_for_what_it_ends():
         works[0].wait(timeout=10)
 
 
-class Broken:
+class Broken(Driven):
     """Something for the engine that fails when it is looked at for the third time."""
-
-    lingers = False
 
     def __init__(self, where):
         self.where, self.looks, self.ended = where, 0, threading.Event()
@@ -262,6 +261,30 @@ def test_what_is_added_is_looked_at_at_once():
     assert time.monotonic() - begin < 50 * LISTEN_SECONDS
 
 
+def test_who_is_told_is_not_polled(monkeypatch):
+    """It is looked at when it is added and when a waiter has news, which ends a nap of minutes."""
+    monkeypatch.setattr(engine_module, "WOKEN_SECONDS", 600.0)
+    come, over, looks = threading.Event(), threading.Event(), []
+    wait = Waiters().wait_for(SimpleNamespace(wait=lambda timeout: come.wait(20.0)))
+
+    class Told(Driven):
+        woken, progressed = True, time.monotonic()
+
+        def advance(self):
+            looks.append(wait.done)
+            if wait.done:
+                over.set()
+            return wait.done
+
+    comms = ranks(2)
+    engine().add(Told())
+    time.sleep(0.1)
+    assert len(looks) < 10  # of polls there would be a hundred
+    come.set()
+    assert over.wait(10)
+    assert on_all(comms, lambda comm: comm.close()) == [None] * 2
+
+
 def test_a_works_times_are_of_the_communicators_clock():
     comms = ranks(2)
     begin = comms[0].clock()
@@ -290,8 +313,8 @@ def test_a_call_waits_busily_in_every_round_at_first():
     """Not only in its first: with several rounds, and computation between them, it would nap in all the others."""
     naps = []
 
-    class Polled:
-        polls, progressed, lingers = 0, time.monotonic() - 1.0, False
+    class Polled(Driven):
+        polls, progressed = 0, time.monotonic() - 1.0
 
         def advance(self):
             self.polls += 1

@@ -219,7 +219,7 @@ def test_frozen_and_empty_parameters_are_left_out():
         assert model.b.grad is None
         return comm.bytes_sent - before
 
-    assert SimulatedWorld(2).run(body) == [32 + 4 * 4] * 2  # a frame, and all four: no indices
+    assert SimulatedWorld(2).run(body) == [16 + 4 * 4] * 2  # a header, and all four: no indices
 
 
 @pytest.mark.parametrize("kind", [DistributedOptimizer, UpdateOptimizer])

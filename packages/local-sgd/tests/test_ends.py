@@ -133,7 +133,7 @@ def test_a_rank_that_dies(quadratic):
         task.train(make(BMUF, task, comm), range(9))
 
     with pytest.raises(CollectiveError, match=r"rank 1 died in BMUF.average\(\)"):
-        SimulatedWorld(2, faults=[Dies(rank=1, message=3)]).run(body)
+        SimulatedWorld(2, faults=[Dies(rank=1, message=2)]).run(body)
 
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])

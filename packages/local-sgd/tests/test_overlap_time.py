@@ -29,20 +29,20 @@ def run(quadratic, algorithm, link, *, tau=2, blocks=10):
 
 @pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
 def test_an_exchange_that_takes_less_than_a_block_is_hidden(quadratic, algorithm):
-    seconds, hidden = run(quadratic, algorithm, Link(0.4e-3, 0.0))  # two messages
+    seconds, hidden = run(quadratic, algorithm, Link(0.8e-3, 0.0))  # one message
     assert seconds == pytest.approx(20 * STEP_SECONDS)
     assert hidden == 1.0
 
 
 @pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
 def test_of_a_longer_one_what_is_left_is_waited_for(quadratic, algorithm):
-    seconds, hidden = run(quadratic, algorithm, Link(4e-3, 0.0))  # 8 ms, of which a block hides 2
+    seconds, hidden = run(quadratic, algorithm, Link(8e-3, 0.0))  # a message, of which a block hides 2
     assert hidden == pytest.approx(0.25, rel=0.01)
     assert seconds == pytest.approx(20 * STEP_SECONDS + 9 * 6e-3, rel=0.01)
 
 
 def test_without_overlap_nothing_is_hidden(quadratic):
-    seconds, hidden = run(quadratic, LocalSGD, Link(0.4e-3, 0.0))
+    seconds, hidden = run(quadratic, LocalSGD, Link(0.8e-3, 0.0))
     assert hidden == 0.0
     assert seconds == pytest.approx(20 * STEP_SECONDS + 10 * 0.8e-3, rel=0.01)
 

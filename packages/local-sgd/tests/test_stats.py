@@ -52,7 +52,7 @@ def test_seconds_are_those_of_the_hidden_fraction(quadratic, algorithm, hidden):
             task.train(optimizer, [step])
         return optimizer.stats(), optimizer.hidden_fraction
 
-    stats, fraction = SimulatedWorld(2, Link(4e-3, 0.0)).run(body)[0]  # two messages take 8 ms, a block 4
+    stats, fraction = SimulatedWorld(2, Link(8e-3, 0.0)).run(body)[0]  # a message takes 8 ms, a block 4
     assert stats["seconds_hidden"] == pytest.approx(fraction * stats["seconds_exchanging"])
     assert fraction == pytest.approx(hidden, abs=0.01)
 
@@ -83,7 +83,7 @@ def test_who_waits_has_all_that_is_under_way(quadratic):
             optimizer.wait()
         return optimizer.stats()["seconds_exchanging"], optimizer.stats()["seconds_waited"]
 
-    counted, not_yet = (SimulatedWorld(2, Link(1.0, 0.0)).run(partial(body, waits=waits)) for waits in (True, False))
+    counted, not_yet = (SimulatedWorld(2, Link(2.0, 0.0)).run(partial(body, waits=waits)) for waits in (True, False))
     assert counted == [(pytest.approx(2.0), pytest.approx(2.0))] * 2
     assert not_yet == [(0.0, 0.0)] * 2
 

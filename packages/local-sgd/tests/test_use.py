@@ -74,8 +74,8 @@ def test_messages_at_boundaries_only(quadratic, tau):
 
     n = 6 + 4 + 1 + 2  # parameters, weight and whether finished
     for rank, sent in enumerate(SimulatedWorld(2).run(body)):
-        half = 2 * 16 + 4 * n  # two messages that hold all elements once
-        assert sent == [half * (step // tau) for step in range(1, 11)], rank
+        message = 16 + 4 * n  # of all elements
+        assert sent == [message * (step // tau) for step in range(1, 11)], rank
 
 
 @pytest.mark.parametrize("on", ["wrapper", "wrapped"])

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("kind", ["ping-pong", "allreduce"])
 def test_the_model_has_the_messages_and_bytes_of_the_simulated_clock(kind, ranks):
-    """One way of a ping-pong; a power of two sums by halving and doubling. Headers of ours are not in the model."""
-    numel = 1 << 10
+    """One way of a ping-pong; powers of two sum so many by halving and doubling. Our headers are not in the model."""
+    numel = 1 << 13
 
     def seconds(link):
         def body(comm):

@@ -126,7 +126,7 @@ def test_dense_in_half_precision(wire, dtype, overlap):
     for mean, sent in results:
         assert torch.equal(mean, results[0][0])
         assert torch.allclose(mean, gradients.mean(0), atol=4 * torch.finfo(dtype).eps)
-        assert sent == 2 * 600 * 3 // 4 * 2 + 4 * 16
+        assert sent == 2 * (2 * 600 + 16)
 
 
 @every_algorithm

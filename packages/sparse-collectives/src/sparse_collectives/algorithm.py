@@ -126,12 +126,12 @@ class Traffic(NamedTuple):
 
     @classmethod
     def allreduce(cls, nbytes: int, rank: int, size: int, itemsize: int = 1) -> Traffic:
-        """`schedules.allreduce`: 2n(P − 1)/P elements where P divides n, else as the blocks fall.
+        """`schedules.allreduce`: n log P elements of a short tensor, else 2n(P − 1)/P, or as the blocks fall.
 
-        Ring: all blocks but the next one, then all but the one after it, in 2(P − 1) messages. Halving and doubling,
-        split evenly among Q ranks, the largest power of two in P: what is given away of ever shorter spans, then the
-        spans that are kept, in 2 log Q messages; all of them once more from a rank with a folded partner, whose own
-        message is its only one.
+        Doubling: all in each of log Q messages, of Q ranks, the largest power of two in P. Ring: all blocks but the
+        next one, then all but the one after it, in 2(P − 1) messages. Halving and doubling, split evenly among Q ranks:
+        what is given away of ever shorter spans, then the spans that are kept, in 2 log Q messages. Where P is not Q:
+        all once more from a rank with a folded partner, whose own message is its only one.
 
         Args:
             nbytes: Bytes of the tensor.
@@ -139,7 +139,7 @@ class Traffic(NamedTuple):
             size: P.
             itemsize: Bytes of an element.
         """
-        group = schedules.largest_power_of_two(size)
+        group, short = schedules.largest_power_of_two(size), nbytes <= schedules.DOUBLING_NBYTES
         if size != group and nbytes >= schedules.RING_NBYTES:
             lengths = [high - low for low, high in schedules.block_bounds(nbytes // itemsize, size)]
             sent = 2 * nbytes - itemsize * (lengths[(rank + 1) % size] + lengths[(rank + 2) % size])
@@ -152,8 +152,9 @@ class Traffic(NamedTuple):
             low, high = (middle, high) if rank & distance else (low, middle)
             kept += itemsize * (high - low)
         levels, has_partner = group.bit_length() - 1, rank + group < size
-        sent = nbytes - itemsize * (high - low) + kept + has_partner * nbytes
-        return cls.of_bodies(sent, 2 * levels + has_partner, 2 * levels + 2 * has_partner)
+        sent = levels * nbytes if short else nbytes - itemsize * (high - low) + kept
+        rounds = levels if short else 2 * levels
+        return cls.of_bodies(sent + has_partner * nbytes, rounds + has_partner, rounds + 2 * has_partner)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ LISTEN_SECONDS = 0.05
 BUSY_SECONDS = 50e-6
 SPIN_SECONDS = 100e-6
 IDLE_SECONDS = 1e-3
+WOKEN_SECONDS = 10e-3
+"""Longest nap where messages end it: for the clock alone."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +36,15 @@ class Driven(ABC):
 
     progressed: time of its last progress, by time.monotonic(): the longer ago, the more rarely it is advanced.
     lingers: whether its owner has gone on without it. Then it is driven to its end before the process ends.
+    woken: whether the engine is told of all that it waits for but the clock (`Engine.notice`), so that none polls.
     """
 
     progressed: float
     lingers = False
+
+    @property
+    def woken(self) -> bool:
+        return False
 
     @abstractmethod
     def advance(self) -> bool:
@@ -99,6 +106,11 @@ class Engine:
         """Drives work in the background, from now on."""
         self._driven.append(driven)
         if self._thread is not None:
+            self.wake()
+
+    def notice(self) -> None:
+        """Ends a nap because a message has come that driven work may wait for; called in any thread."""
+        if self._driven:
             self.wake()
 
     def pause(self, driven: Driven, waited: float, nap: Callable[[float], None]) -> None:
@@ -165,9 +177,11 @@ class Engine:
         while not self._closing:
             self._advance_all()
             nap = LISTEN_SECONDS
-            if driven := list(self._driven):  # in proportion to the wait: each poll takes time from computing threads
-                waited = time.monotonic() - max(one.progressed for one in driven)
-                nap = min(max(waited / 8, BUSY_SECONDS), IDLE_SECONDS)
+            if driven := list(self._driven):
+                nap = WOKEN_SECONDS
+                if not all(one.woken for one in driven):  # each poll takes time from computing threads
+                    waited = time.monotonic() - max(one.progressed for one in driven)
+                    nap = min(max(waited / 8, BUSY_SECONDS), IDLE_SECONDS)
             try:  # not by `suppress`, which takes a fifth more of the core
                 self._news.get(timeout=nap)
                 while True:  # news of one thing or of many end one nap

@@ -25,6 +25,10 @@ class UnsentMessages(Pending, Driven):
     def __init__(self, control: Control, rounds: Sequence[Pending]) -> None:
         self.control, self._rounds, self.progressed = control, rounds, time.monotonic()
 
+    @property
+    def woken(self) -> bool:
+        return self.control.transport.notices
+
     def done(self) -> bool:
         return all(pending.done() for pending in self._rounds)
 

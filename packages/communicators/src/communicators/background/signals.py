@@ -68,6 +68,11 @@ class TransportSignals(Signals, Driven):
     # Called in any thread but the engine's.
 
     @property
+    def woken(self) -> bool:
+        idle = not self._active and not self._closing and len(self._unread) < MOST_UNREAD
+        return idle and self._control.transport.notices
+
+    @property
     def departed(self) -> frozenset[int]:
         return frozenset(self._control.departed) | self._control.lost
 

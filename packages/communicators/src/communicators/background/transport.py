@@ -130,6 +130,7 @@ class Transport(ABC):
         first message, and has the device in its facts: a rank whose data lie elsewhere would send another way.
     summed: dtypes of which it has a sum of its own, on the CPU.
     group: text that tells its group of ranks from others, the same on all of them; for traces.
+    notices: whether it calls the engine's `notice` whenever a message on the CPU has come, was taken or is lost.
     """
 
     rank: int
@@ -144,6 +145,7 @@ class Transport(ABC):
     untagged: str | None = None
     summed: Collection[torch.dtype] = ()
     group: str = ""
+    notices: bool = False
 
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:

@@ -85,6 +85,10 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         self.progressed = self._turn_came = time.monotonic()
 
     @property
+    def woken(self) -> bool:
+        return self.comm.transport.notices and self.side is None
+
+    @property
     def lost(self) -> int | None:  # type: ignore[override]
         return None if self._lost is None else self._lost.peer
 

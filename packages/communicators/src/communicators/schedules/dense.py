@@ -1,10 +1,10 @@
 """Dense collectives as schedules: the same bits in every world.
 
-Ring and halving-doubling allreduce, binomial broadcast, Bruck allgather (Thakur, Rabenseifner & Gropp, IJHPCA 2005;
-Bruck et al., IEEE TPDS 1997). Tensors are 1-D, contiguous, of any dtype that adds.
+Ring, halving-doubling and doubling allreduce, binomial broadcast, Bruck allgather (Thakur, Rabenseifner & Gropp, IJHPCA
+2005; Bruck et al., IEEE TPDS 1997). Tensors are 1-D, contiguous, of any dtype that adds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +14,17 @@ from communicators.schedule import Payload, Round, Schedule, largest_power_of_tw
 
 MOST_NBYTES = 1 << 40
 """Most bytes of one rank's part of a gather; a larger size from a peer is not trusted."""
+DOUBLING_NBYTES = 1 << 14
+"""Size up to which log P rounds of all bytes take less time than 2 log P of fewer: about α/β of any link."""
 RING_NBYTES = 1 << 16
 """Size from which bandwidth counts more than rounds, so that a P that is no power of two takes the ring."""
 
 
 def allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
     """Sum over ranks, the way that suits P and the size."""
-    if size & (size - 1) and x.numel() * x.dtype.itemsize >= RING_NBYTES:
+    if x.nbytes <= DOUBLING_NBYTES:
+        return doubling_allreduce(x, rank, size)
+    if size & (size - 1) and x.nbytes >= RING_NBYTES:
         return ring_allreduce(x, rank, size)
     return halving_doubling_allreduce(x, rank, size)
 
@@ -50,35 +54,46 @@ def halving_doubling_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tens
 
     Ranks beyond the largest power of two fold into a partner first and get the result last (2 more rounds of n).
     """
-    group = largest_power_of_two(size)
-    if rank >= group:
-        return (yield from _fold_into(rank - group, x))
-    total = x.clone()
-    folded = rank + group
-    if folded < size:
-        received = yield Round(recvs={folded: x.nbytes})
-        total += received[folded].view(x.dtype)
-    low, high = 0, x.numel()
-    spans = [(low, high)]
+    return (yield from _folded(_halving_doubling, x, rank, size))
+
+
+def doubling_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
+    """Sum over ranks: recursive doubling, log P rounds of all n elements; the same bits as by halving and doubling.
+
+    Ranks beyond the largest power of two fold likewise.
+    """
+    return (yield from _folded(_doubling, x, rank, size))
+
+
+def _halving_doubling(total: Tensor, rank: int, group: int) -> Schedule[Tensor]:
+    low, high = 0, total.numel()
+    spans, itemsize = [(low, high)], total.dtype.itemsize
     for distance in reversed(list(powers_of_two(below=group))):
         peer, middle = rank ^ distance, (low + high) // 2
         keep, give = (low, middle), (middle, high)
         if rank & distance:
             keep, give = give, keep
         payload = Payload.of(total[slice(*give)])
-        received = yield Round({peer: payload}, {peer: (keep[1] - keep[0]) * x.dtype.itemsize})
+        received = yield Round({peer: payload}, {peer: (keep[1] - keep[0]) * itemsize})
         low, high = keep
-        total[low:high] += received[peer].view(x.dtype)
+        total[low:high] += received[peer].view(total.dtype)
         spans.append(keep)
     for distance in powers_of_two(below=group):
         peer = rank ^ distance
         own, whole = spans.pop(), spans[-1]
         theirs = (own[1], whole[1]) if own[0] == whole[0] else (whole[0], own[0])
-        nbytes = (theirs[1] - theirs[0]) * x.dtype.itemsize
+        nbytes = (theirs[1] - theirs[0]) * itemsize
         received = yield Round({peer: Payload.of(total[slice(*own)])}, {peer: nbytes})
-        total[slice(*theirs)] = received[peer].view(x.dtype)
-    if folded < size:
-        yield Round(sends={folded: Payload.of(total)})
+        total[slice(*theirs)] = received[peer].view(total.dtype)
+    return total
+
+
+def _doubling(total: Tensor, rank: int, group: int) -> Schedule[Tensor]:
+    for distance in reversed(list(powers_of_two(below=group))):
+        peer = rank ^ distance
+        received = yield Round({peer: Payload.of(total)}, {peer: total.nbytes})
+        theirs = received[peer].view(total.dtype)
+        total = total + theirs if rank < peer else theirs + total  # of two NaN the same one everywhere
     return total
 
 
@@ -139,9 +154,18 @@ def block_bounds(numel: int, blocks: int) -> list[tuple[int, int]]:
     return [(b * numel // blocks, (b + 1) * numel // blocks) for b in range(blocks)]
 
 
-def _fold_into(partner: int, x: Tensor) -> Schedule[Tensor]:
-    """Gives x to the partner, gets the result last."""
-    payload = Payload.of(x)
-    yield Round(sends={partner: payload})
-    received = yield Round(recvs={partner: payload.nbytes})
-    return received[partner].view(x.dtype)
+def _folded(inner: Callable[[Tensor, int, int], Schedule[Tensor]], x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
+    """`inner` among the largest power of two of ranks; each beyond gives x to a partner, and gets the result last."""
+    group, partner = largest_power_of_two(size), rank ^ largest_power_of_two(size)
+    if rank >= group:
+        yield Round(sends={partner: Payload.of(x)})
+        received = yield Round(recvs={partner: x.nbytes})
+        return received[partner].view(x.dtype)
+    total = x.clone()
+    if partner < size:
+        received = yield Round(recvs={partner: x.nbytes})
+        total += received[partner].view(x.dtype)
+    total = yield from inner(total, rank, group)
+    if partner < size:
+        yield Round(sends={partner: Payload.of(total)})
+    return total

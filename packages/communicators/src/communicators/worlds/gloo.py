@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 
 from communicators.background.call import TAG_BITS, Call
+from communicators.background.engine import engine
 from communicators.background.transport import (
     CONTROL_BYTES,
     SIGNAL_BYTES,
@@ -65,7 +66,7 @@ SIGNAL_TAG, END_TAG = CONTROL_TAG + 1, CONTROL_TAG + 2
 class GlooTransport(Transport):
     """A gloo group of our own, for payloads and for control messages."""
 
-    threaded = outlives_ranks = True
+    threaded = outlives_ranks = notices = True
     summed: Collection[torch.dtype] = (
         *(torch.float32, torch.float64),
         *(torch.int8, torch.int32, torch.int64, torch.uint8),
@@ -225,6 +226,11 @@ class Waiters:
         self._queue.put(wait)
         return wait
 
+    def tell(self) -> None:
+        """Ends the naps of a caller and of the engine."""
+        self.news.set()
+        engine().notice()
+
     def close(self, timeout: float) -> None:
         """Ends the idle threads, and waits for them at most `timeout` seconds in all.
 
@@ -245,7 +251,7 @@ class Waiters:
                 wait.error = error.with_traceback(None)
             wait.work = wait.keeps = None
             wait.done, wait.ended = True, time.monotonic()
-            self.news.set()
+            self.tell()
             del wait
             with self._lock:
                 self._busy -= 1
@@ -283,7 +289,7 @@ class GlooGroup:
             works = [getattr(by, what)([piece], peer, tag) for by, piece in pieces]
             return self.waiters.wait_for(works[0] if count == 1 else _Works(works))
         except RuntimeError as error:
-            self.waiters.news.set()
+            self.waiters.tell()
             return Wait(None, done=True, error=error.with_traceback(None))
 
     def sum(self, tensor: Tensor) -> Wait:

@@ -51,6 +51,8 @@ class UntaggedTransport(GlooTransport):
     """
 
     name = "nccl"
+    notices = False  # of what the line has done, nobody is told
+    nap = Transport.nap
 
     def __init__(
         self, rendezvous: Rendezvous, line: Callable[[Rendezvous], NCCL], patience: float = TIMEOUT_SECONDS

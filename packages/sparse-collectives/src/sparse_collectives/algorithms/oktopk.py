@@ -149,10 +149,9 @@ def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[li
     n, m = own.numel, len(own)
     indices = own.indices.tolist()
     proposal = [indices[b * m // size] if m else b * n // size for b in range(1, size)]
-    padded = torch.zeros(2 * schedules.largest_power_of_two(size), dtype=torch.int64)
-    padded[: size - 1] = torch.tensor(proposal, dtype=torch.int64)
-    sums = yield from schedules.halving_doubling_allreduce(padded.to(own.device), rank, size)
-    boundaries = [0, *(total // size for total in sums[: size - 1].tolist()), n]
+    proposed = torch.tensor(proposal, dtype=torch.int64, device=own.device)
+    sums = yield from schedules.allreduce(proposed, rank, size)
+    boundaries = [0, *(total // size for total in sums.tolist()), n]
     if not _are_edges(boundaries, n, size):
         raise InvalidMessageError(None, f"boundaries of regions {boundaries}, expected increasing ones")
     return boundaries
@@ -207,7 +206,7 @@ def oktopk_traffic(
     """
     size, regions = len(given), zip(given, pairwise(edges), strict=True)
     sizes = [wire.block_nbytes(entries, high - low, dtype) for entries, (low, high) in regions]
-    agreed = [Traffic.allreduce(16 * schedules.largest_power_of_two(size), rank, size)] if boundaries else []
+    agreed = [Traffic.allreduce(8 * (size - 1), rank, size, 8)] if boundaries else []
     return Traffic.total(
         Traffic.of_bodies(sum(sizes) - sizes[rank], size - 1, size - 1),
         kth_largest_sent(rank, k, dtype, spans, size),
