@@ -107,10 +107,13 @@ class AdamStepCorrection:
         for group in self._optimizer.param_groups:
             decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))
             decay = group["lr"] * group["weight_decay"] if decoupled else 0.0
-            for p in group["params"]:
-                if p.grad is not None and p in updates:
-                    adapted = updates[p] + decay * p if decay and p.dtype.itemsize > 2 else updates[p]
-                    updates[p].add_(adapted, alpha=more)
+            moved = [p for p in group["params"] if p.grad is not None and p in updates]
+            adapted = own = [updates[p] for p in moved]
+            if moved and decay:
+                rates = [decay if p.dtype.itemsize > 2 else 0.0 for p in moved]
+                adapted = list(torch._foreach_add(own, torch._foreach_mul(moved, rates)))
+            if moved:
+                torch._foreach_add_(own, adapted, alpha=more)
 
     def _decay(self) -> float:
         """Decay factor per step of the second moment, for most elements."""

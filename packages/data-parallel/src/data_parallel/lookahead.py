@@ -129,11 +129,13 @@ class ErrorLookahead:
     @contextmanager
     def _moved(self) -> Iterator[None]:
         residuals, share = self._exchange.error_state()["residuals"], self._share()
+        waiting = {
+            p: residuals[name] for name, p in zip(self._names, self._parameters, strict=True) if name in residuals
+        }
         with restored(self._parameters):
-            with torch.no_grad():
-                for name, p in zip(self._names, self._parameters, strict=True):
-                    if name in residuals:
-                        p.add_(residuals[name].to(p.dtype), alpha=share)
+            if waiting:
+                with torch.no_grad():
+                    torch._foreach_add_(list(waiting), [r.to(p.dtype) for p, r in waiting.items()], alpha=share)
             self.now = True
             try:
                 yield

@@ -271,7 +271,7 @@ def updates_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tenso
     with torch.no_grad():
         before = [p.detach().clone() for p in parameters]
         optimizer.step()
-        updates = [p - old for p, old in zip(parameters, before, strict=True)]
+        updates = list(torch._foreach_sub(list(parameters), before))
         torch._foreach_copy_(list(parameters), before)
     return updates
 
