@@ -164,8 +164,10 @@ def _in_turn(parameters: Sequence[Tensor], step: int) -> Tensor:
     for p in parameters:
         whole = p.numel() // ROW if p.numel() >= SMALL else 0
         flat = p.new_zeros(1).expand(p.numel()) if p.grad is None else p.grad.reshape(-1)
-        rows.append(flat[: whole * ROW].view(whole, ROW)[step % EVERY :: EVERY].to(device, torch.float32))
-        small.append(flat[whole * ROW :].to(device, torch.float32))
+        if whole:
+            rows.append(flat[: whole * ROW].view(whole, ROW)[step % EVERY :: EVERY].to(device, torch.float32))
+            flat = flat[whole * ROW :]
+        small.append(flat.to(device, torch.float32))
     together = torch.cat(small)
     filled = torch.nn.functional.pad(together, (0, -together.numel() % ROW))
     return torch.cat([*rows, filled.view(-1, ROW)[step % EVERY :: EVERY]])
