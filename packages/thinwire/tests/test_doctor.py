@@ -537,3 +537,10 @@ def test_the_whole_command_here():
     for word in (f"torch {torch.__version__}, gloo", "sparse-compress has ", "mpi4py", "slow link", "no network"):
         assert word in told
     assert "not done within" not in told
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    words = [sys.executable, "-m", "thinwire", "--help"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(100)) == ("", 141)

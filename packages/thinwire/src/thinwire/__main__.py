@@ -8,6 +8,7 @@
 Each has a --help of its own. `python -m thinwire` is the same, for mpiexec and torchrun.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,7 +34,13 @@ def main(argv: Sequence[str]) -> int:
 
 def command() -> int:
     """Entry point of the installed script."""
-    return main(sys.argv[1:])
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail at exit
+        return 141
+    return status
 
 
 if __name__ == "__main__":
