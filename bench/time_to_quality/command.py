@@ -44,6 +44,7 @@ PERIODIC = (
     ("sparseloco", 0.021),
 )
 QUICK = ("vit-digits",)
+"""Tasks whose trainings take seconds; those of the others take minutes."""
 FULL = ("gpt-text", *QUICK, "resnet20-clothing", "lstm-text")
 COLUMNS = ("task", "link", "P", "way", "step_ms", "reached", "seconds", "over_bf16", "over_powersgd", "advised")
 AGAINST = "DistributedDataParallel with torch's bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
@@ -55,9 +56,9 @@ def main(argv: Sequence[str] = ()) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="NAME")
     parser.add_argument("--links", nargs="+", choices=LINKS, metavar="NAME", help=", ".join(map(repr, LINKS)))
     parser.add_argument(
-        "--ranks", nargs="+", type=int, metavar="P", help="default 2; full 4, 2 and 8; large tasks take the first"
+        "--ranks", nargs="+", type=int, metavar="P", help="default 2; full 4, 2 and 8; long tasks take the first"
     )
-    parser.add_argument("--seeds", type=int, help="default 1; full 5; of large tasks those on record, or one")
+    parser.add_argument("--seeds", type=int, help="default 1; full 5; of long tasks those on record, or one")
     parser.add_argument("--whole", action="store_true", help="compare with trainings from beginning to end; full: do")
     options = asked(
         parser,
@@ -76,9 +77,8 @@ def main(argv: Sequence[str] = ()) -> None:
 
 def _cells(options: argparse.Namespace) -> Iterator[tuple[Cell, str]]:
     for task, ranks, link in product(options.tasks, options.ranks, options.links):
-        if TASKS[task].large and ranks != options.ranks[0]:
-            continue
-        yield Cell(task, OPTIMIZERS.get(task, "adamw"), ranks, *LINKS[link]), link
+        if task in QUICK or ranks == options.ranks[0]:
+            yield Cell(task, OPTIMIZERS.get(task, "adamw"), ranks, *LINKS[link]), link
 
 
 def runs_of(cell: Cell, seeds: int) -> dict[Case, list[Run]]:
@@ -95,7 +95,7 @@ def runs_of(cell: Cell, seeds: int) -> dict[Case, list[Run]]:
 def _runs(cell: Cell, options: argparse.Namespace) -> dict[Case, list[Run]]:
     """So many seeds as are asked for; of a task whose trainings take minutes, those that all ways have on record."""
     runs = runs_of(cell, options.seeds)
-    if not TASKS[cell.task].large:
+    if cell.task in QUICK:
         return runs
     known = journal.on_record(options.output)
     seeds = [
