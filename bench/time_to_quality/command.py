@@ -184,7 +184,7 @@ def _advised(cell: Cell, alone: float) -> Case | None:
 def _whole(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Seconds of whole trainings behind the link, and what `until` makes of single steps."""
     for cell, link in _cells(options):
-        if cell.task in QUICK:
+        if cell.task in QUICK and cell.ranks == options.ranks[0]:
             runs = runs_of(cell, 1)
             seconds = measured(
                 cell, list(dict.fromkeys(c for of in runs.values() for c in phases(of[0]))), options.output
