@@ -147,6 +147,26 @@ def test_decay_that_16_bits_round_off_does_not_come_back_as_growth(size):
     assert max(SimulatedWorld(size).run(body)) <= 1
 
 
+def test_of_16_and_32_bits_together_each_has_its_own_decay():
+    """Also where the rate is a tensor, and where tensors go in several batches."""
+
+    def body(comm, rate, dtypes):
+        model = nn.ParameterDict({f"{n}": torch.ones(NUMEL, dtype=dtype) for n, dtype in enumerate(dtypes)})
+        inner = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.5, foreach=False)
+        wrapper = UpdateOptimizer(inner, model.named_parameters(), comm=comm, density=1.0)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(5):
+            for p in model.values():
+                p.grad = torch.randn(NUMEL, generator=generator).to(p.dtype)
+            wrapper.step()
+        return [p.detach().double().mean().item() for p in model.values()]
+
+    both = [torch.float32, torch.bfloat16]
+    [given] = {str(one) for one in SimulatedWorld(2).run(lambda comm: body(comm, 0.01, both))}
+    [tensor] = {str(one) for one in SimulatedWorld(2).run(lambda comm: body(comm, torch.tensor(0.01), both))}
+    assert given == tensor
+
+
 def made(comm, *, kind="adam", numel=NUMEL, **options):
     p = nn.Parameter(torch.zeros(numel))
     options = {"density": 1.0, **options}

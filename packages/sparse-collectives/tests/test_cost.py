@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from communicators import Link, SimulatedWorld, run
-from sparse_collectives import ALGORITHMS, sparse_allreduce
+from communicators import Link, SimulatedWorld, run, schedules
+from sparse_collectives import ALGORITHMS, Traffic, sparse_allreduce
 from sparse_collectives.algorithms import gtopk, spardl_blocks
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.algorithms.topk_dsa import TopKDSA
@@ -20,6 +20,17 @@ from sparse_compress import topk, wire_nbytes
 
 MERGING = Handling(merge=dict.fromkeys(ALGORITHMS, 4e-9))
 OKTOPK = ALGORITHMS["oktopk"]
+
+
+@pytest.mark.parametrize("size", [*range(1, 10), 16, 33])
+def test_traffic_of_a_dense_sum_is_that_of_the_schedule(size):
+    """On both sides of each change of schedule."""
+    for numel in (0, 1, 819, 820, 1024, 1025, 4096, 4097, (1 << 14) - 1, 1 << 14):
+        world = SimulatedWorld(size)
+        world.run(lambda comm, n=numel: run(schedules.allreduce(torch.ones(n), comm.rank, size), comm))
+        predicted = [Traffic.allreduce(4 * numel, rank, size, 4) for rank in range(size)]
+        assert world.bytes_sent == [one.nbytes for one in predicted], numel
+        assert world.messages_sent == [one.messages for one in predicted], numel
 
 
 def simulated_seconds(name, size, numel, k, link, **options):

@@ -29,6 +29,8 @@ from replicas import check_like
 from torch import Tensor
 from torch.optim import Optimizer
 
+from data_parallel.lookahead import in_batches
+
 CORRECTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop)
 """Those whose steps are a mean over steps of gradients, divided by the root of a second moment."""
 LINEAR = (torch.optim.SGD, torch.optim.ASGD)
@@ -106,13 +108,12 @@ class AdamStepCorrection:
         more = (self.signal + (1 - self.signal) / self._comm.size) ** -0.5 - 1
         for group in self._optimizer.param_groups:
             decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))
-            decay = group["lr"] * group["weight_decay"] if decoupled else 0.0
-            moved = [p for p in group["params"] if p.grad is not None and p in updates]
-            adapted = own = [updates[p] for p in moved]
-            if moved and decay:
-                rates = [decay if p.dtype.itemsize > 2 else 0.0 for p in moved]
-                adapted = list(torch._foreach_add(own, torch._foreach_mul(moved, rates)))
-            if moved:
+            decay = float(group["lr"] * group["weight_decay"]) if decoupled else 0.0
+            for moved in in_batches([p for p in dict.fromkeys(group["params"]) if p.grad is not None and p in updates]):
+                adapted = own = [updates[p] for p in moved]
+                if decay:
+                    adapted = list(torch._foreach_mul(moved, [decay if p.dtype.itemsize > 2 else 0.0 for p in moved]))
+                    torch._foreach_add_(adapted, own)
                 torch._foreach_add_(own, adapted, alpha=more)
 
     def _decay(self) -> float:

@@ -139,7 +139,7 @@ class Traffic(NamedTuple):
             size: P.
             itemsize: Bytes of an element.
         """
-        group, short = schedules.largest_power_of_two(size), nbytes <= schedules.DOUBLING_NBYTES
+        group, short = schedules.largest_power_of_two(size), schedules.doubles(nbytes, size)
         if size != group and nbytes >= schedules.RING_NBYTES:
             lengths = [high - low for low, high in schedules.block_bounds(nbytes // itemsize, size)]
             sent = 2 * nbytes - itemsize * (lengths[(rank + 1) % size] + lengths[(rank + 2) % size])

@@ -110,7 +110,7 @@ class Engine:
 
     def notice(self) -> None:
         """Ends a nap because a message has come that driven work may wait for; called in any thread."""
-        if self._driven:
+        if self._driven and self._thread is not None:
             self.wake()
 
     def pause(self, driven: Driven, waited: float, nap: Callable[[float], None]) -> None:

@@ -137,6 +137,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
 
     def cancel(self) -> None:
         self.control.request_abort("it was cancelled")
+        self.comm.engine.wake()
 
     def advance(self) -> bool:
         """Progresses as far as it can without blocking; True at the end."""

@@ -7,7 +7,6 @@
 from communicators.schedule import among, largest_power_of_two, powers_of_two
 from communicators.schedules.by_rate import by_rate_allreduce, check_shares, shares_by_rate
 from communicators.schedules.dense import (
-    DOUBLING_NBYTES,
     RING_NBYTES,
     allgather,
     allgather_blocks,
@@ -15,6 +14,7 @@ from communicators.schedules.dense import (
     barrier,
     block_bounds,
     broadcast,
+    doubles,
     doubling_allreduce,
     halving_doubling_allreduce,
     ring_allreduce,
@@ -22,7 +22,6 @@ from communicators.schedules.dense import (
 from communicators.schedules.quantised import Rounded, quantised_allreduce, quantised_nbytes, quantised_spans
 
 __all__ = [
-    "DOUBLING_NBYTES",
     "RING_NBYTES",
     "Rounded",
     "allgather",
@@ -34,6 +33,7 @@ __all__ = [
     "broadcast",
     "by_rate_allreduce",
     "check_shares",
+    "doubles",
     "doubling_allreduce",
     "halving_doubling_allreduce",
     "largest_power_of_two",

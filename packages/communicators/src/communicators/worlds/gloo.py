@@ -208,7 +208,7 @@ class Waiters:
     """
 
     def __init__(self) -> None:
-        self.news = threading.Event()
+        self.news, self._engine = threading.Event(), engine()
         self._queue: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -229,7 +229,7 @@ class Waiters:
     def tell(self) -> None:
         """Ends the naps of a caller and of the engine."""
         self.news.set()
-        engine().notice()
+        self._engine.notice()
 
     def close(self, timeout: float) -> None:
         """Ends the idle threads, and waits for them at most `timeout` seconds in all.

@@ -17,8 +17,9 @@ class Dense(Algorithm):
     """The exact sum, as a vector with all n entries; nothing is dropped, and k does not matter.
 
     Halving and doubling where P is a power of two, the ring elsewhere (Thakur et al., IJHPCA 2005): 2n(P − 1)/P
-    elements either way. Below RING_NBYTES, where rounds count more than bytes, halving and doubling at any P: ranks
-    beyond the largest power of two fold into a partner first and get the sum last.
+    elements either way. Where rounds count more than bytes, halving and doubling at any P below RING_NBYTES, and
+    doubling alone while n log P is at most DOUBLING_NBYTES: ranks beyond the largest power of two fold into a partner
+    first and get the sum last.
     """
 
     name = "dense"
