@@ -203,9 +203,9 @@ def test_time_to_quality_is_told_by_the_best_way_and_where_torchs_is_better_that
 
     assert ours in told(0.01)
     assert "after 0.01 s with" in told(0.01)
-    assert f"{place['task']} at {place['link']} (" not in told(0.01)
-    assert f"{place['task']} at {place['link']} (" in told(1e9)
-    assert f"{place['task']} at {place['link']} (" in told(None)
+    assert f"{place['task']} on {place['P']} ranks at {place['link']} (" not in told(0.01)
+    assert f"{place['task']} on {place['P']} ranks at {place['link']} (" in told(1e9)
+    assert f"{place['task']} on {place['P']} ranks at {place['link']} (" in told(None)
 
 
 def test_a_default_seed_far_from_the_mean_falls_short(records):

@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 from communicators import SimulatedWorld
-from data_parallel import UpdateOptimizer, lookahead
-from data_parallel.lookahead import in_batches
+from data_parallel import UpdateOptimizer, adam_step_correction, lookahead
+from data_parallel.adam_step_correction import in_batches
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_compress import WarmUp
@@ -368,10 +368,10 @@ def test_hooks_go_after_steps_in_which_all_was_as_it_should_be(density):
 @given(numels=st.lists(st.integers(0, 12), max_size=20))
 def test_batches_hold_every_tensor_once(numels):
     tensors = [torch.zeros(numel) for numel in numels]
-    before, lookahead.BATCH = lookahead.BATCH, 8
+    before, adam_step_correction.BATCH = adam_step_correction.BATCH, 8
     try:
         batches = list(in_batches(tensors))
     finally:
-        lookahead.BATCH = before
+        adam_step_correction.BATCH = before
     assert [id(tensor) for batch in batches for tensor in batch] == [id(tensor) for tensor in tensors]
     assert all(batch and (len(batch) == 1 or sum(tensor.numel() for tensor in batch) <= 8) for batch in batches)

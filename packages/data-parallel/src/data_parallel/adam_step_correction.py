@@ -20,7 +20,7 @@ weight decay that is added to gradients (its effect on v is common to all ranks,
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,14 @@ from replicas import check_like
 from torch import Tensor
 from torch.optim import Optimizer
 
-from data_parallel.lookahead import in_batches
-
 CORRECTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop)
 """Those whose steps are a mean over steps of gradients, divided by the root of a second moment."""
 LINEAR = (torch.optim.SGD, torch.optim.ASGD)
 """The mean of their steps is the step by the mean gradient."""
 EVERY = 8  # steps
 WIDTH = 32
+BATCH = 1 << 20
+"""Elements; small tensors are taken together, because each call and kernel costs as much for a small one."""
 ROW = 256  # elements, a multiple of WIDTH
 SMALL = 4096
 """Elements below which tensors are put together first, as are others' last rows."""
@@ -176,3 +176,16 @@ def _in_turn(parameters: Sequence[Tensor], step: int) -> Tensor:
 
 def _signs(rows: int, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 2, (rows, ROW), generator=generator, dtype=torch.float32).mul_(2).sub_(1)
+
+
+def in_batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of `BATCH` elements or less, or of one larger tensor: what is computed of one is no second model."""
+    batch, numel = list[Tensor](), 0
+    for tensor in tensors:
+        if batch and numel + tensor.numel() > BATCH:
+            yield batch
+            batch, numel = [], 0
+        batch.append(tensor)
+        numel += tensor.numel()
+    if batch:
+        yield batch

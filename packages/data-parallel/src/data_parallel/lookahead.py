@@ -16,7 +16,7 @@ locally: CSER, Xie et al., NeurIPS 2020; a step ahead of the error: Xu et al., A
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -24,13 +24,12 @@ import torch
 from replicas import restored
 from torch import Tensor, nn
 
+from data_parallel.adam_step_correction import in_batches
 from data_parallel.exchange import Exchange
 from data_parallel.watching import watch
 
 LOOKS = 100
 """First steps whose backwards are watched in ahead(): a regulariser may have a backward at every 16th only."""
-BATCH = 1 << 20
-"""Elements; small tensors are taken together, because each call and kernel costs as much for a small one."""
 LATE = (
     "the gradients of this step were made without what waits in the residuals: at a density of {density:g} an update "
     "waits about {wait:,.0f} steps, and until then each gradient asks for it again, so training is slower, or worse. "
@@ -143,19 +142,6 @@ class ErrorLookahead:
                 yield
             finally:
                 self.now = False
-
-
-def in_batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of `BATCH` elements or less, or of one larger tensor: what is computed of one is no second model."""
-    batch, numel = list[Tensor](), 0
-    for tensor in tensors:
-        if batch and numel + tensor.numel() > BATCH:
-            yield batch
-            batch, numel = [], 0
-        batch.append(tensor)
-        numel += tensor.numel()
-    if batch:
-        yield batch
 
 
 class FollowedModule:
