@@ -148,7 +148,7 @@ def test_decay_that_16_bits_round_off_does_not_come_back_as_growth(size):
 
 
 def test_of_16_and_32_bits_together_each_has_its_own_decay():
-    """Also where the rate is a tensor, and where tensors go in several batches."""
+    """Also where the rate is a tensor."""
 
     def body(comm, rate, dtypes):
         model = nn.ParameterDict({f"{n}": torch.ones(NUMEL, dtype=dtype) for n, dtype in enumerate(dtypes)})
