@@ -10,7 +10,18 @@ import pytest
 import torch
 from communicators import CollectiveError
 from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
-from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
+from local_sgd import (
+    BMUF,
+    EASGD,
+    CoCoDSGD,
+    DeMo,
+    DiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    SlowMo,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from mutants import Tally, equal, mutated_state, saved
 from partial_collectives import EagerSGD, PartialAllreduce
 from torch import nn
@@ -56,6 +67,7 @@ MADE = {
     "DiLoCo, int8": local(DiLoCo, sync_every=2, compress="int8"),
     "StreamingDiLoCo": local(StreamingDiLoCo, sync_every=4, fragments=2, delay=1),
     "SparseLoCo": local(SparseLoCo, sync_every=2),
+    "DeMo": local(DeMo, sync_every=2),
     "DiLoCo by rounds": local(DiLoCo, sync_every=2, allreduce=PartialAllreduce),
 }
 CASES = 1900 // (len(MADE) + 2)

@@ -92,7 +92,7 @@ def whole(name: str) -> str:
 
 def periodic(name: str, called: str = "", **settings: Any) -> str:
     """Eight steps of periodic averaging. called: the title, instead of the class's name."""
-    every = 2 if name in OVERLAPPED else 4
+    every = 1 if name == "demo" else 2 if name in OVERLAPPED else 4
     settings |= {"fragments": 2, "delay": 1} if name == "streaming-diloco" else {}
 
     def body(comm: Communicator, recording: Recording) -> None:

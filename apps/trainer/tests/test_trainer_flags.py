@@ -238,6 +238,8 @@ def test_own_flags_reach_a_periodic_optimizer(app: App, algorithm: str, monkeypa
         "delay": 3,
         "density": 0.1,
         "decay": 0.5,
+        "topk": 8,
+        "chunk": 16,
         "verify": 3,
     }
     own = {flag.name: changed[flag.name] for flag in TABLE[algorithm].flags}
@@ -254,6 +256,17 @@ def test_own_flags_reach_a_periodic_optimizer(app: App, algorithm: str, monkeypa
         named["block_momentum"] = named["momentum"]
     assert {name: named[name] for name in own} == own
     assert made.optimizer.param_groups[0]["momentum"] == options.momentum
+
+
+def test_demo_has_defaults_of_its_own_and_the_weight_decay_in_its_own_step(app: App) -> None:
+    argv = ["--algorithm", "demo", "--weight-decay", "0.1"]
+    default, given = (
+        parse([*argv, *more], app, world_size=None) for more in ([], ["--lr", "0.01", "--momentum", "0.5"])
+    )
+    assert [(each.lr, each.momentum) for each in (default, given)] == [(0.001, 0.0), (0.01, 0.5)]
+    made = TABLE["demo"].make(default, torch.nn.Linear(9, 7), as_communicator(None), steady)
+    assert made.optimizer.rule.weight_decay == 0.1
+    assert made.optimizer.param_groups[0]["weight_decay"] == 0
 
 
 def test_a_setting_that_the_ranks_do_not_allow_is_the_users_to_mend(app: App) -> None:

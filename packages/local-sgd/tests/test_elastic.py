@@ -7,7 +7,18 @@ import torch
 from communicators import Dies, Elastic, SimulatedWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
+from local_sgd import (
+    BMUF,
+    EASGD,
+    CoCoDSGD,
+    DeMo,
+    DiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    SlowMo,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from local_sgd.compression import CompressedAveraging
 from sparse_collectives import sparse_allreduce
 from sparse_compress import ErrorFeedback, TopK
@@ -42,6 +53,7 @@ KINDS = {
     "DiLoCo, int4": functools.partial(DiLoCo, compress="int4", weighted=True),
     "DiLoCo, int2": functools.partial(DiLoCo, compress="int2"),
     "SparseLoCo": functools.partial(SparseLoCo, density=0.1),
+    "DeMo": functools.partial(DeMo, sync_every=4),
     "Streaming": functools.partial(StreamingDiLoCo, fragments=2, delay=1, outer_scheduler=COSINE),
     "Streaming, int8": functools.partial(StreamingDiLoCo, fragments=2, delay=0, compress="int8", buffers="average"),
     "Streaming, sparse": functools.partial(sparse, StreamingDiLoCo, fragments=2, delay=3),

@@ -7,7 +7,7 @@ import torch
 from communicators import CollectiveError, Dies, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from local_sgd import BMUF, EASGD, CoCoDSGD, LocalSGD, OverlapLocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
+from local_sgd import BMUF, EASGD, CoCoDSGD, DeMo, LocalSGD, OverlapLocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
 from torch import nn
 
 pytestmark = pytest.mark.quick
@@ -162,7 +162,7 @@ def test_nan_in_the_average_is_named(quadratic, algorithm, spoilt):
     SimulatedWorld(3).run(body)
     assert len(said) == 3
     assert len(set(said)) == 1
-    where = "'a' and 2 more" if algorithm is SparseLoCo else "'b'"  # which selects by chunk, and spoils all of it
+    where = "'a' and 2 more" if algorithm in (SparseLoCo, DeMo) else "'b'"  # which select by chunk, and spoil all of it
     assert said[0].startswith(
         f"{algorithm.__name__}: the average is not finite in {where}; NaN or inf in the parameters of"
     )
@@ -347,7 +347,7 @@ def test_steps_that_average_never_saw(quadratic, algorithm):
 
 
 def test_weights_of_zero_leave_no_rank_apart(quadratic, algorithm):
-    if algorithm in (EASGD, SparseLoCo):
+    if algorithm in (EASGD, SparseLoCo, DeMo):
         return  # have no weights
 
     def body(comm):

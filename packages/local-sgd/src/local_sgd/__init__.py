@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from local_sgd.algorithms.bmuf import BMUF
 from local_sgd.algorithms.cocod import CoCoDSGD
+from local_sgd.algorithms.demo import DeMo
 from local_sgd.algorithms.diloco import DiLoCo
 from local_sgd.algorithms.easgd import EASGD
 from local_sgd.algorithms.local_sgd import LocalSGD
@@ -25,6 +26,7 @@ ALGORITHMS: dict[str, Callable[..., PeriodicAveraging]] = {
     "diloco": DiLoCo,
     "streaming-diloco": StreamingDiLoCo,
     "sparseloco": SparseLoCo,
+    "demo": DeMo,
 }
 """Algorithms by name. A new one is its own file and one line here; tests, trainer and benchmark read this table."""
 
@@ -33,6 +35,7 @@ __all__ = [
     "BMUF",
     "EASGD",
     "CoCoDSGD",
+    "DeMo",
     "DiLoCo",
     "LocalSGD",
     "OverlapLocalSGD",

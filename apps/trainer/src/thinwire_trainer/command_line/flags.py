@@ -208,12 +208,13 @@ def _check_overlap(given: Namespace, entry: Entry) -> None:
 
 
 def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> None:
-    """Also gives AdamW and Muon their own defaults."""
+    """Also gives AdamW, Muon and the algorithm their own defaults."""
     if given.optimizer not in entry.optimizers:
         raise RunError(
             f"--optimizer {given.optimizer} is not for {given.algorithm}, which takes {', '.join(entry.optimizers)}"
         )
     if given.optimizer == "sgd":
+        vars(given).update({name: value for name, value in entry.defaults.items() if name not in said})
         return
     if given.nesterov:
         raise RunError("--nesterov is a form of SGD's momentum: AdamW has none, Muon always has it; leave it out")

@@ -43,12 +43,17 @@ OPTIMISATION = (
         "of each rank; muon: Muon for hidden matrices, AdamW for the rest",
         choices=OPTIMIZERS,
     ),
-    Flag("lr", 0.1, f"peak learning rate (default: %(default)g; adamw, muon: {ADAMW_RATE})", read=quantities.positive),
+    Flag(
+        "lr",
+        0.1,
+        f"peak learning rate (default: %(default)g; adamw, muon, demo: {ADAMW_RATE})",
+        read=quantities.positive,
+    ),
     Flag(
         "momentum",
         0.9,
         "of SGD, sparse: before selection, as in DGC; of adamw β1 (default: %(default)g; adamw, sparse: "
-        f"{ADAMW_MOMENTUM_WAITING:g}; muon: {MUON_MOMENTUM})",
+        f"{ADAMW_MOMENTUM_WAITING:g}; muon: {MUON_MOMENTUM}; demo: 0)",
         read=quantities.momentum,
     ),
     Flag("nesterov", False, "Nesterov's momentum; not of sparse gradients"),

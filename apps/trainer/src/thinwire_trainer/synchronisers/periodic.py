@@ -6,6 +6,7 @@ Moments are the optimizer's, each rank's own. The rate goes by steps.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -80,8 +81,8 @@ class Periodic(Synchroniser):
         now = self.state_dict()["optimizer"][KEY]
         if "residuals" in now and not drop:
             raise RunError(
-                "--residuals carry is not for sparseloco and --compress of periodic averaging, whose residuals are of "
-                "their own ranks: give --residuals drop"
+                "--residuals carry is not for sparseloco, demo and --compress of periodic averaging, whose residuals are "
+                "of their own ranks: give --residuals drop"
             )
         chosen = states[now["rank"] % len(states)]
         schedule = schedule_at(after, chosen["schedule"], self.schedule)
@@ -93,8 +94,11 @@ class Periodic(Synchroniser):
 
 def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> Periodic:
     """Own flags are the keyword arguments of the optimizer, but for those that are left to it: "auto", "none"."""
-    inner = inner_optimizer(options, model)
+    sign = options.algorithm == "demo"  # which has the weight decay in the sign's step
+    inner = inner_optimizer(replace(options, weight_decay=0.0) if sign else options, model)
     given: dict[str, Any] = {name: value for name, value in options.own.items() if value not in ("auto", "none")}
+    if sign:
+        given["weight_decay"] = options.weight_decay
     if "outer_rate" in given:
         rate, momentum = given.pop("outer_rate"), given.pop("outer_momentum")
         given["outer"] = partial(SGD, lr=rate, momentum=momentum, nesterov=momentum > 0)

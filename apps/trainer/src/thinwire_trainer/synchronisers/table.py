@@ -7,7 +7,7 @@ of other packages' algorithms and wires are written here; a test compares them w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -38,12 +38,14 @@ class Entry:
     elastic: whether they may.
     overlaps: whether its exchange may begin during backward.
     nesterov: whether its momentum is SGD's own, which has this form.
+    defaults: of settings of SGD that it has otherwise, by name.
     optimizers: the values of --optimizer that it makes something of.
     needs: the distribution that it comes with, where that may not be installed; imported by the name with "_" for "-".
     """
 
     flags: Sequence[Flag] = ()
     nesterov: bool = True
+    defaults: Mapping[str, float] = field(default_factory=dict)
     optimizers: Sequence[str] = ("sgd",)
     overlaps: bool = False
     compressors: Sequence[str] = ()
@@ -199,6 +201,8 @@ COMPRESS = Flag(
     choices=("none", "int8", "int4", "int2"),
 )
 DECAY = Flag("decay", 0.95, "factor on the residual, each block", read=quantities.momentum)
+TOPK = Flag("topk", 32, "coefficients that are sent of each block", read=quantities.count)
+CHUNK = Flag("chunk", 64, "most rows and columns of a block, 181 at most", read=quantities.count)
 FRAGMENTS = Flag("fragments", 4, "that travel one after another", read=quantities.count)
 DELAY = Flag("delay", 1, "between a fragment's launch and its use", read=quantities.count_or_zero, metavar="STEPS")
 PERIODIC = Synchronisation(
@@ -225,6 +229,11 @@ AVERAGING: dict[str, dict[str, Any]] = {
             replace(DENSITY, default=1 / 64, says="share of each 4,096 elements that is sent, in 2 bits"),
             DECAY,
         )
+    },
+    "demo": {
+        "flags": (replace(SYNC_EVERY, default=1), TOPK, CHUNK, replace(DECAY, default=0.999, says="of the momentum")),
+        "optimizers": ("sgd",),
+        "defaults": {"lr": 0.001, "momentum": 0.0},
     },
     "streaming-diloco": {
         "flags": (replace(SYNC_EVERY, default=20), replace(ALPHA, default=0.5), *OUTER, COMPRESS, FRAGMENTS, DELAY),

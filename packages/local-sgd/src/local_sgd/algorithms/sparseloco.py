@@ -90,7 +90,10 @@ class InChunks(Compression):
 
 
 class ChunkMean(ResidualSum):
-    """Mean of the largest elements of each chunk over the ranks that sent them; its law: s + e′ = β·e + Δ."""
+    """Mean of the largest elements of each chunk over the ranks that sent them; its law: s + e′ = β·e + Δ.
+
+    `in_basis`, `out_of_basis`, `encoded` and `decoded` say in which basis, of which chunks, and in which bytes.
+    """
 
     carries_nan = False
     kind = "chunks"
@@ -99,31 +102,51 @@ class ChunkMean(ResidualSum):
         super().__init__(parts, comm, what)
         self._settings = settings
 
+    def in_basis(self, part: Part, x: Tensor) -> Tensor:
+        """Coefficients of a change, as many as elements; residuals are of these."""
+        del part
+        return x
+
+    def out_of_basis(self, part: Part, mean: Tensor) -> Tensor:
+        """Change of which these are the coefficients."""
+        del part
+        return mean
+
+    def encoded(self, part: Part, x: Tensor) -> Tensor:
+        """Message of the largest coefficients, as bytes; zeros in it do not count."""
+        del part
+        return encoded(x, self._settings.density)
+
+    def decoded(self, part: Part, message: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Places, each once, and values in a message of a vector like that one."""
+        del part
+        return decoded(message, like, self._settings.density)
+
     def select(self, part: Part, x: Tensor, weight: float) -> Selected:
-        residual, density = self.residuals[id(part)], self._settings.density
+        residual = self.residuals[id(part)]
         if not weight:
-            return Selected(part, residual.clone(), encoded(x.zero_(), density))
-        x.add_(residual, alpha=self._settings.decay)
-        return Selected(part, x, encoded(x, density))
+            return Selected(part, residual.clone(), self.encoded(part, x.zero_()))
+        x = self.in_basis(part, x).add_(residual, alpha=self._settings.decay)
+        return Selected(part, x, self.encoded(part, x))
 
     def launch(self, selected: Selected) -> Work[Tensor]:
-        given, comm = selected.given, self._comm
+        given = selected.given
         facts = f"{self._what}.average() of {given.numel()} elements, {given.dtype}, {self._settings}"
-        schedule = self._mean(selected.sent, given, comm.rank, comm.size)
-        return start(schedule, comm, facts=facts, device=given.device)
+        return start(self._mean(selected), self._comm, facts=facts, device=given.device)
 
     def mean(self, selected: Selected, result: Tensor, weight: float) -> Tensor:
-        return torch.full_like(result, math.nan) if math.isnan(weight) else result
+        return torch.full_like(result, math.nan) if math.isnan(weight) else self.out_of_basis(selected.part, result)
 
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         if applied:
-            places, values = decoded(selected.sent, selected.given, self._settings.density)
+            places, values = self.decoded(selected.part, selected.sent, selected.given)
             self.residuals[id(selected.part)] = selected.given.index_add_(0, places, values, alpha=-1)
 
-    def _mean(self, message: Tensor, like: Tensor, rank: int, size: int) -> Schedule[Tensor]:
+    def _mean(self, selected: Selected) -> Schedule[Tensor]:
+        message, like, comm = selected.sent, selected.given, self._comm
         total, senders = torch.zeros_like(like), torch.zeros_like(like)
-        for each in (yield from schedules.allgather_blocks(message, [len(message)] * size, rank, size)):
-            places, values = decoded(each, like, self._settings.density)
+        for each in (yield from schedules.allgather_blocks(message, [len(message)] * comm.size, comm.rank, comm.size)):
+            places, values = self.decoded(selected.part, each, like)
             total.index_add_(0, places, values)
             senders.index_add_(0, places, (values != 0).to(values))
         return total / senders.clamp(min=1)

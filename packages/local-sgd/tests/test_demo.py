@@ -1,0 +1,302 @@
+"""DeMo: its transform, what is sent and what stays, its bytes, and the published algorithm written down once more."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from communicators import SLOT_BYTES, CollectiveError, SimulatedWorld
+from hypothesis import given
+from hypothesis import strategies as st
+from local_sgd import DeMo
+from local_sgd.algorithms.demo import CosineMean, Cosines, in_blocks, side
+from local_sgd.parts import parts_of
+from scipy.fft import dctn, idctn
+
+pytestmark = pytest.mark.quick
+
+SHAPES = ((), (1,), (7,), (64,), (0,), (130,), (6, 10), (64, 64), (65, 67), (128, 96), (0, 3), (5, 3, 2, 2), (2, 1, 9))
+RANKS = [1, 2, 3, 5, 8]
+
+
+def parameters(shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def mean_of(shapes, *, dtype=torch.float32, **settings):
+    """The only part of such parameters, and what averages it on one rank."""
+    named = {str(at): p.to(dtype) for at, p in enumerate(parameters(shapes))}
+    [part] = parts_of([{"params": list(named.values())}], named, None, None)
+    return part, SimulatedWorld(1).run(lambda comm: CosineMean([part], Cosines(**settings), comm, "DeMo"))[0]
+
+
+def matrix(array):
+    rows = array.shape[0] if array.ndim > 1 else 1
+    return array.reshape(rows, array.size // max(1, rows))
+
+
+def blocks_of(array, chunk):
+    """(block, height, width) of a NumPy array."""
+    found = matrix(array)
+    height, width = (max([d for d in range(1, chunk + 1) if n and n % d == 0], default=1) for n in found.shape)
+    rows, columns = found.shape[0] // height, found.shape[1] // width
+    return found.reshape(rows, height, columns, width).swapaxes(1, 2).reshape(-1, height, width)
+
+
+@given(st.sampled_from(SHAPES), st.sampled_from([1, 3, 64, 181]), st.sampled_from([torch.float32, torch.float64]))
+def test_the_basis_is_that_of_the_cosine_transform_and_leads_back(shape, chunk, dtype):
+    part, mean = mean_of([shape], dtype=dtype, chunk=chunk)
+    x = part.gather()
+    coefficients = mean.in_basis(part, x)
+    expected = dctn(blocks_of(x.numpy().reshape(shape), chunk), axes=(1, 2), norm="ortho").reshape(-1)
+    close = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 1e-12}
+    torch.testing.assert_close(coefficients, torch.from_numpy(expected), **close)
+    back = mean.out_of_basis(part, coefficients)
+    assert torch.equal(back[x.abs() > 1e-3], x.sign()[x.abs() > 1e-3])
+
+
+@given(st.integers(0, 300), st.integers(1, 181))
+def test_a_side_is_the_largest_divisor_up_to_a_chunk(length, chunk):
+    found = side(length, chunk)
+    assert found == max([d for d in range(1, chunk + 1) if length and length % d == 0], default=1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_are_views_of_every_element_once(shape):
+    x = torch.zeros(shape)
+    in_blocks(x, 8).add_(1)
+    assert torch.equal(x, torch.ones(shape))
+
+
+@given(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4), st.sampled_from([1, 5, 32, 5000]), st.integers(0, 99))
+def test_the_largest_of_each_block_travel_in_bfloat16(shapes, topk, seed):
+    part, mean = mean_of(shapes, topk=topk)
+    x = torch.randn(part.bucket.numel, generator=torch.Generator().manual_seed(seed))
+    message = mean.encoded(part, x)
+    places, values = mean.decoded(part, message, x)
+    assert len(places.unique()) == len(places) == len(message) // 4
+    assert torch.equal(values, x[places].to(torch.bfloat16).float())
+    sent = torch.zeros(len(x), dtype=torch.bool).index_fill(0, places, value=True)
+    first = 0
+    for shape in shapes:
+        blocks = blocks_of(np.empty(shape), 64)
+        for size in [blocks.shape[1] * blocks.shape[2]] * len(blocks):
+            rows, at = x[first : first + size], sent[first : first + size]
+            first += size
+            assert int(at.sum()) == min(topk, size)
+            assert rows[at].abs().min() >= (rows[~at].abs().max() if (~at).any() else 0)
+    assert first == len(x)
+
+
+@pytest.mark.parametrize("x", [[3.4e38, -3.4e38, 1.0, 0.0], [1e-42, 0, 0, 0], [0, 0, 0, 0]])
+def test_extremes_are_sent_as_finite_numbers(x):
+    part, mean = mean_of([(4,)])
+    given = torch.tensor(x).float()
+    places, values = mean.decoded(part, mean.encoded(part, given), given)
+    torch.testing.assert_close(torch.zeros(4).index_copy(0, places, values), given, rtol=0.01, atol=1e-38)
+
+
+def gradients(shapes, step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def trained(comm, *, shapes=((70, 96), (130,), (5, 3, 2, 2)), steps=6, stop=None, through=lambda state: state, **given):
+    """Parameters and coefficients that wait, by step; `stop`: goes on from a state then."""
+
+    def begin():
+        model = torch.nn.ParameterList(parameters(shapes))
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        return model, inner, DeMo(inner, comm=comm, model=model, **given)
+
+    model, inner, optimizer = begin()
+    history = []
+    for step in range(steps):
+        if step == stop:
+            weights, state = (
+                {name: p.clone() for name, p in model.state_dict().items()},
+                through(optimizer.state_dict()),
+            )
+            model, inner, optimizer = begin()
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        inner.param_groups[0]["lr"] = 0.01 / (1 + step)
+        for p, gradient in zip(model, gradients(shapes, step, comm.rank), strict=True):
+            p.grad = gradient
+        optimizer.step()
+        optimizer.average()
+        waiting = optimizer.state_dict()["distributed"]["residuals"]["parts"]
+        history.append([p.detach().clone() for p in model] + [waiting[name].clone() for name in sorted(waiting)])
+    optimizer.finish()
+    return history
+
+
+def as_published(shapes, ranks, steps, *, topk=32, chunk=64, decay=0.999, weight_decay=0.0):
+    """The algorithm in NumPy and float64, values travelling in bfloat16; and where no sign was that of rounding."""
+    model = [p.detach().double().numpy() for p in parameters(shapes)]
+    momenta, sure = [[np.zeros_like(p) for p in model] for _ in range(ranks)], [np.full(p.shape, True) for p in model]
+    for step in range(steps):
+        rate, grads = 0.01 / (1 + step), [gradients(shapes, step, rank) for rank in range(ranks)]
+        for at, p in enumerate(model):
+            total, count = 0.0, 0.0
+            for rank in range(ranks):
+                m = momenta[rank][at] = decay * momenta[rank][at] + rate * grads[rank][at].double().numpy()
+                blocks = dctn(blocks_of(m, chunk), axes=(1, 2), norm="ortho")
+                rows, sent = blocks.reshape(len(blocks), -1), np.zeros((len(blocks), blocks[0].size))
+                places = np.argsort(-np.abs(rows), 1, kind="stable")[:, :topk]
+                values = torch.from_numpy(np.take_along_axis(rows, places, 1)).bfloat16().double().numpy()
+                np.put_along_axis(sent, places, values, 1)
+                momenta[rank][at] = unblocked(idctn((rows - sent).reshape(blocks.shape), axes=(1, 2), norm="ortho"), m)
+                total, count = total + sent, count + (sent != 0)
+            found = idctn((total / np.maximum(count, 1)).reshape(blocks.shape), axes=(1, 2), norm="ortho")
+            mean = unblocked(found, p)
+            model[at] = p * (1 - rate * weight_decay) - rate * np.sign(mean)
+            sure[at] &= np.abs(mean) > 1e-6
+    return model, sure
+
+
+def unblocked(blocks, like):
+    """Inverse of `blocks_of`."""
+    places = blocks_of(np.arange(like.size).reshape(like.shape), 64).reshape(-1)
+    found = np.empty(like.size)
+    found[places] = blocks.reshape(-1)
+    return found.reshape(like.shape)
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("settings", [{}, {"topk": 3, "decay": 0.5, "weight_decay": 0.1}, {"topk": 5000}])
+def test_it_is_the_published_algorithm(ranks, settings):
+    shapes = (70, 96), (130,), (5, 12)
+    expected, sure = as_published(shapes, ranks, 4, **settings)
+    found = SimulatedWorld(ranks).run(partial(trained, shapes=shapes, steps=4, **settings))
+    for history in found:
+        assert all(torch.equal(own, first) for own, first in zip(history[-1], found[0][-1][:3], strict=False))
+        for own, its, at in zip(history[-1][:3], expected, sure, strict=True):
+            assert at.mean() > 0.9
+            np.testing.assert_allclose(own.double().numpy()[at], its[at], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_is_sent_and_what_stays_is_what_was_there(ranks):
+    """q + m′ = β·m + the transform of η·g, in each coefficient; only the largest have changed hands."""
+    shapes = ((64, 128), (128,))
+    part, mean = mean_of(shapes)
+    for rank, history in enumerate(SimulatedWorld(ranks).run(partial(trained, shapes=shapes, steps=4))):
+        before = torch.zeros(part.bucket.numel, dtype=torch.float64)
+        for step, state in enumerate(history):
+            flat = torch.cat([g.view(-1) for g in gradients(shapes, step, rank)])
+            given = 0.999 * before - 0.01 / (1 + step) * mean.in_basis(part, flat).double()
+            after = torch.cat([each.view(-1) for each in state[2:]]).double()
+            sent = torch.where((given - after).abs() > 3e-6, given - after, 0)  # without what float32 rounds off
+            assert int((sent != 0).sum()) == 2 * 32 + 2 * 32
+            kept = torch.where(sent != 0, after, 0)
+            assert (kept.abs() <= given.abs() / 256 + 1e-6).all()  # the rounding error of bfloat16
+            before = after
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_it_goes_on_with_the_same_bits(ranks, saved):
+    straight, resumed = (SimulatedWorld(ranks).run(partial(trained, stop=stop, through=saved)) for stop in (None, 4))
+    for one, other in zip(straight, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one[-1], other[-1], strict=True))
+
+
+def test_a_small_change_moves_a_large_weight():
+    """Added to z it would be rounded off; the sign of it is not."""
+
+    def body(comm):
+        p = torch.nn.Parameter(torch.full((64, 64), 1000.0))
+        optimizer = DeMo(torch.optim.SGD([p], lr=0.5), comm=comm)
+        p.grad = torch.ones(64, 64)
+        optimizer.step()
+        p.data.copy_(torch.full((64, 64), 1000.0).nextafter(torch.zeros(64, 64)))
+        optimizer.average()
+        return p.detach()
+
+    for p in SimulatedWorld(2).run(body):
+        assert torch.equal(p, torch.full((64, 64), 999.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions(dtype):
+    def body(comm):
+        p = torch.nn.Parameter(torch.ones(64, dtype=dtype))
+        optimizer = DeMo(torch.optim.SGD([p], lr=0.25), comm=comm)
+        p.grad = torch.ones(64, dtype=dtype)
+        optimizer.step()
+        optimizer.average()
+        return p.detach()
+
+    for p in SimulatedWorld(2).run(body):
+        assert torch.equal(p, torch.full((64,), 0.75, dtype=dtype))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_bytes_are_four_for_each_of_32_in_4096(ranks):
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(640, 128))
+        optimizer = DeMo(torch.optim.SGD([p], lr=0.1), comm=comm)
+        sent, p.grad = comm.bytes_sent, torch.randn(640, 128)
+        optimizer.step()
+        optimizer.average()
+        return comm.bytes_sent - sent
+
+    nbytes = 4 * 32 * 20
+    for sent in SimulatedWorld(ranks).run(body):
+        assert (ranks - 1) * nbytes <= sent < (ranks - 1) * nbytes + 40 * SLOT_BYTES
+
+
+def test_a_finished_rank_keeps_what_it_has_and_does_not_count():
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(64))
+        optimizer = DeMo(torch.optim.SGD([p], lr=0.5), comm=comm, topk=1)
+        for _ in range(1 + 3 * comm.rank):
+            p.grad = torch.ones(64) if comm.rank else -torch.ones(64)
+            optimizer.step()
+            optimizer.average()
+        optimizer.finish()
+        return p.detach()
+
+    for p in SimulatedWorld(2).run(body):  # opposite at first, then rank 1 alone
+        assert torch.equal(p, torch.full((64,), -1.5))
+
+
+def test_a_nan_ends_training_on_all_ranks():
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(64))
+        optimizer = DeMo(torch.optim.SGD([p], lr=0.5), comm=comm)
+        p.grad = torch.full((64,), math.nan if comm.rank else 1.0)
+        optimizer.step()
+        with pytest.raises(CollectiveError, match=r"not finite in .* of ranks \[1\]"):
+            optimizer.average()
+        return True
+
+    assert SimulatedWorld(2).run(body) == [True, True]
+
+
+def test_ranks_with_other_settings_are_told():
+    def body(comm):
+        DeMo(torch.optim.SGD([torch.nn.Parameter(torch.zeros(10))], lr=0.1), comm=comm, topk=32 + comm.rank)
+
+    with pytest.raises(CollectiveError, match=r"topk=32,.*topk=33,"):
+        SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"topk": 0}, "topk is 0, expected a whole number from 1"),
+        ({"topk": 1.5}, "topk is 1.5, expected a whole number"),
+        ({"chunk": 200}, "chunk is 200, expected a whole number from 1 to 181"),
+        ({"decay": 1.0}, "decay is 1.0, expected 0 ≤ decay < 1"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1, expected 0 or more"),
+        ({"weighted": True}, "without weighted=True: leave it out"),
+        ({"native": True}, "without native=True: leave it out"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, says):
+    with pytest.raises(ValueError, match=says):
+        DeMo(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1), **settings)
