@@ -81,8 +81,8 @@ class Periodic(Synchroniser):
         now = self.state_dict()["optimizer"][KEY]
         if "residuals" in now and not drop:
             raise RunError(
-                "--residuals carry is not for sparseloco, demo and --compress of periodic averaging, whose residuals are "
-                "of their own ranks: give --residuals drop"
+                "--residuals carry is not for sparseloco, demo and --compress of periodic averaging, whose residuals "
+                "are of their own ranks: give --residuals drop"
             )
         chosen = states[now["rank"] % len(states)]
         schedule = schedule_at(after, chosen["schedule"], self.schedule)

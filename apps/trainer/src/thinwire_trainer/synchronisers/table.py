@@ -232,6 +232,7 @@ AVERAGING: dict[str, dict[str, Any]] = {
     },
     "demo": {
         "flags": (replace(SYNC_EVERY, default=1), TOPK, CHUNK, replace(DECAY, default=0.999, says="of the momentum")),
+        "nesterov": False,
         "optimizers": ("sgd",),
         "defaults": {"lr": 0.001, "momentum": 0.0},
     },
