@@ -204,20 +204,92 @@ def test_it_goes_on_with_the_same_bits(ranks, saved):
         assert all(torch.equal(a, b) for a, b in zip(one[-1], other[-1], strict=True))
 
 
-def test_a_small_change_moves_a_large_weight():
-    """Added to z it would be rounded off; the sign of it is not."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_change_that_would_be_rounded_off_beside_a_weight_counts(dtype, every):
+    """In η·g, and in the sign's step itself: a loss of 2⁻²⁴ of the size leads to the same model, bit for bit."""
 
     def body(comm):
-        p = torch.nn.Parameter(torch.full((64, 64), 1000.0))
-        optimizer = DeMo(torch.optim.SGD([p], lr=0.5), comm=comm)
-        p.grad = torch.ones(64, 64)
-        optimizer.step()
-        p.data.copy_(torch.full((64, 64), 1000.0).nextafter(torch.zeros(64, 64)))
-        optimizer.average()
-        return p.detach()
+        found = []
+        for scale in (1.0, 2.0**-24):
+            p = torch.nn.Parameter(torch.full((64, 64), 64.0, dtype=dtype))
+            optimizer = DeMo(torch.optim.SGD([p], lr=0.5), comm=comm, sync_every=every)
+            for step in range(6):
+                generator = torch.Generator().manual_seed(10 * step + comm.rank)
+                p.grad = scale * torch.randn(64, 64, generator=generator).to(dtype)
+                optimizer.step()
+                optimizer.average()
+            found.append(p.detach().clone())
+        return found
 
-    for p in SimulatedWorld(2).run(body):
-        assert torch.equal(p, torch.full((64, 64), 999.5))
+    for one, other in SimulatedWorld(2).run(body):
+        assert torch.equal(one, other)
+        assert not torch.equal(one, torch.full_like(one, 64.0))
+
+
+def test_an_error_of_the_optimizer_inside_leaves_the_parameters():
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    p = torch.nn.Parameter(torch.arange(64.0))
+    optimizer = DeMo(Fails([p], lr=0.5))
+    p.grad = torch.ones(64)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.arange(64.0))
+
+
+def test_a_closure_is_called_once_with_the_model():
+    p = torch.nn.Parameter(torch.full((64,), 2.0))
+    optimizer, seen = DeMo(torch.optim.SGD([p], lr=0.5)), []
+
+    def closure():
+        seen.append(p.detach().clone())
+        p.grad = None
+        loss = p.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 128
+    optimizer.average()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], torch.full((64,), 2.0))
+    assert torch.equal(p.detach(), torch.full((64,), 1.5))
+
+
+def test_autocast_round_the_step_changes_no_bit():
+    def body(comm, on):
+        p = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = DeMo(torch.optim.SGD([p], lr=0.5), comm=comm)
+        p.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(comm.rank))
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            optimizer.step()
+            optimizer.average()
+        return p.detach(), optimizer.state_dict()["distributed"]["residuals"]["parts"]["parameter 0"]
+
+    for with_it, without in zip(*(SimulatedWorld(2).run(partial(body, on=on)) for on in (True, False)), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(with_it, without, strict=True))
+
+
+@pytest.mark.parametrize("large", [1e38, 3e36])
+def test_what_is_too_large_to_be_transformed_ends_training_on_all_ranks(large):
+    """And leaves m as it was, so that a smaller gradient goes on."""
+
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = DeMo(torch.optim.SGD([p], lr=1.0), comm=comm, decay=0.0)
+        p.grad = torch.full((64, 64), 1.0 if comm.rank else large)
+        optimizer.step()
+        if large == 1e38:
+            with pytest.raises(CollectiveError, match="overflows"):
+                optimizer.average()
+        else:
+            optimizer.average()
+        return optimizer.stats()["residual_norm"]
+
+    norms = SimulatedWorld(2).run(body)
+    assert all(math.isfinite(norm) for norm in norms)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -250,18 +322,55 @@ def test_bytes_are_four_for_each_of_32_in_4096(ranks):
 
 
 def test_a_finished_rank_keeps_what_it_has_and_does_not_count():
+    """Rank 0 sends the pattern of a constant once, and keeps the other; then rank 1 sends what is half of that."""
+    wave = math.pi / 64 * (torch.arange(64) + 0.5)
+
     def body(comm):
         p = torch.nn.Parameter(torch.zeros(64))
         optimizer = DeMo(torch.optim.SGD([p], lr=0.5), comm=comm, topk=1)
         for _ in range(1 + 3 * comm.rank):
-            p.grad = torch.ones(64) if comm.rank else -torch.ones(64)
+            p.grad = torch.ones(64) if comm.rank else -torch.ones(64) + 0.1 * wave.cos()
             optimizer.step()
             optimizer.average()
+        waits = optimizer.state_dict()["distributed"]["residuals"]["parts"]["parameter 0"].clone()
         optimizer.finish()
+        return p.detach(), waits, optimizer.state_dict()["distributed"]["residuals"]["parts"]["parameter 0"]
+
+    for rank, (p, waits, at_last) in enumerate(SimulatedWorld(2).run(body)):
+        assert torch.equal(waits, at_last)
+        assert (waits.abs() > 0.1).any() or rank
+        assert torch.equal(p.sign(), -torch.ones(64))
+
+
+def test_a_coefficient_is_a_mean_over_those_who_sent_it():
+    """One rank's pattern counts in full beside another's that two share: over all three it would be outweighed."""
+    wave = (math.pi / 64 * 3 * (torch.arange(64) + 0.5)).cos()
+
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(64))
+        optimizer = DeMo(torch.optim.SGD([p], lr=0.5), comm=comm, topk=1)
+        p.grad = 1.5 * wave if comm.rank == 0 else torch.ones(64)
+        optimizer.step()
+        optimizer.average()
         return p.detach()
 
-    for p in SimulatedWorld(2).run(body):  # opposite at first, then rank 1 alone
-        assert torch.equal(p, torch.full((64,), -1.5))
+    expected = -0.5 * (1.5 * wave + 1).sign()
+    for p in SimulatedWorld(3).run(body):
+        assert torch.equal(p, expected)
+    assert not torch.equal(expected, -0.5 * (1.5 * wave / 3 + 2 / 3).sign())
+
+
+def test_the_rate_is_the_mean_over_ranks_of_each_group():
+    def body(comm):
+        one, other = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
+        groups = [{"params": [one], "lr": 0.25 * (1 + comm.rank)}, {"params": [other], "lr": 1.0}]
+        optimizer = DeMo(torch.optim.SGD(groups), comm=comm)
+        one.grad, other.grad = torch.ones(64), -torch.ones(64)
+        optimizer.step()
+        optimizer.average()
+        return float(one.detach().mean()), float(other.detach().mean())
+
+    assert SimulatedWorld(2).run(body) == [(-0.375, 1.0)] * 2
 
 
 def test_a_nan_ends_training_on_all_ranks():
@@ -277,20 +386,35 @@ def test_a_nan_ends_training_on_all_ranks():
     assert SimulatedWorld(2).run(body) == [True, True]
 
 
-def test_ranks_with_other_settings_are_told():
+@pytest.mark.parametrize(("name", "values"), [("topk", (32, 33)), ("chunk", (64, 32)), ("decay", (0.5, 0.6))])
+def test_ranks_with_other_settings_are_told(name, values):
     def body(comm):
-        DeMo(torch.optim.SGD([torch.nn.Parameter(torch.zeros(10))], lr=0.1), comm=comm, topk=32 + comm.rank)
+        given = {name: values[comm.rank]}
+        DeMo(torch.optim.SGD([torch.nn.Parameter(torch.zeros(10))], lr=0.1), comm=comm, **given)
 
-    with pytest.raises(CollectiveError, match=r"topk=32,.*topk=33,"):
+    with pytest.raises(CollectiveError, match=rf"{name}={values[0]}.*{name}={values[1]}"):
         SimulatedWorld(2).run(body)
+
+
+def test_a_state_of_other_blocks_is_refused():
+    def made(chunk):
+        return DeMo(torch.optim.SGD([torch.nn.Parameter(torch.zeros(64, 64))], lr=0.1), chunk=chunk)
+
+    with pytest.raises(ValueError, match=r"cosines in blocks of 64, but .* is cosines in blocks of 32"):
+        made(32).load_state_dict(made(64).state_dict())
+
+
+def test_a_weight_decay_inside_is_refused():
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ValueError, match="give it weight_decay=0, and DeMo the weight_decay"):
+        DeMo(inner)
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"topk": 0}, "topk is 0, expected a whole number from 1"),
-        ({"topk": 1.5}, "topk is 1.5, expected a whole number"),
-        ({"chunk": 200}, "chunk is 200, expected a whole number from 1 to 181"),
+        ({"topk": 0}, "topk is 0, expected 1 or more"),
+        ({"chunk": 200}, "chunk is 200, expected 181 at most"),
         ({"decay": 1.0}, "decay is 1.0, expected 0 ≤ decay < 1"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1, expected 0 or more"),
         ({"weighted": True}, "without weighted=True: leave it out"),

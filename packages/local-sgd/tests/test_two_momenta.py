@@ -55,7 +55,9 @@ def test_two_momenta_that_multiply_are_said_once_with_what_to_do(make):
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("inner", [MOMENTUM, partial(MOMENTUM, nesterov=True), torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "inner", [MOMENTUM, partial(MOMENTUM, nesterov=True), partial(torch.optim.AdamW, weight_decay=0.0)]
+)
 @pytest.mark.parametrize("size", [2, 8])
 def test_no_default_is_warned_about(inner, size):
     for make in ALGORITHMS.values():

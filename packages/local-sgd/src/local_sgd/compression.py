@@ -113,7 +113,7 @@ class ResidualSum(ABC):
     """
 
     carries_nan: ClassVar[bool]
-    kind: ClassVar[str]
+    kind: str
 
     def __init__(self, parts: Sequence[Part], comm: Communicator, what: str) -> None:
         self._parts, self._comm, self._what = parts, comm, what

@@ -174,6 +174,9 @@ class PeriodicAveraging(Wrapping):
                 "nothing, and go apart. Call optimizer.average() after every optimizer.step()",
                 stacklevel=3,
             )
+        return self._take_step(closure)
+
+    def _take_step(self, closure: Callable[[], float] | None) -> float | None:
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def average(self, weight: float | None = None) -> None:

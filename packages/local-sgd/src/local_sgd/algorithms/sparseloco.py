@@ -149,7 +149,7 @@ class ChunkMean(ResidualSum):
             places, values = self.decoded(selected.part, each, like)
             total.index_add_(0, places, values)
             senders.index_add_(0, places, (values != 0).to(values))
-        return total / senders.clamp(min=1)
+        return total.div_(senders.clamp_(min=1))
 
 
 def encoded(x: Tensor, density: float) -> Tensor:
