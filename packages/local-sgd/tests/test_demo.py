@@ -272,14 +272,15 @@ def test_autocast_round_the_step_changes_no_bit():
         assert all(torch.equal(one, other) for one, other in zip(with_it, without, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(64,), (64, 64)])  # one coefficient is inf, or all but it are NaN
 @pytest.mark.parametrize("large", [1e38, 3e36])
-def test_what_is_too_large_to_be_transformed_ends_training_on_all_ranks(large):
+def test_what_is_too_large_to_be_transformed_ends_training_on_all_ranks(large, shape):
     """And leaves m as it was, so that a smaller gradient goes on."""
 
     def body(comm):
-        p = torch.nn.Parameter(torch.zeros(64, 64))
+        p = torch.nn.Parameter(torch.zeros(shape))
         optimizer = DeMo(torch.optim.SGD([p], lr=1.0), comm=comm, decay=0.0)
-        p.grad = torch.full((64, 64), 1.0 if comm.rank else large)
+        p.grad = torch.full(shape, 1.0 if comm.rank else large)
         optimizer.step()
         if large == 1e38:
             with pytest.raises(CollectiveError, match="overflows"):
