@@ -273,7 +273,7 @@ def test_autocast_round_the_step_changes_no_bit():
 
 
 @pytest.mark.parametrize("shape", [(64,), (64, 64)])  # one coefficient is inf, or all but it are NaN
-@pytest.mark.parametrize("large", [1e38, 3e36])
+@pytest.mark.parametrize("large", [6e37, 3e36])
 def test_what_is_too_large_to_be_transformed_ends_training_on_all_ranks(large, shape):
     """And leaves m as it was, so that a smaller gradient goes on."""
 
@@ -282,7 +282,7 @@ def test_what_is_too_large_to_be_transformed_ends_training_on_all_ranks(large, s
         optimizer = DeMo(torch.optim.SGD([p], lr=1.0), comm=comm, decay=0.0)
         p.grad = torch.full(shape, 1.0 if comm.rank else large)
         optimizer.step()
-        if large == 1e38:
+        if large > 1e37:
             with pytest.raises(CollectiveError, match="overflows"):
                 optimizer.average()
         else:
