@@ -28,7 +28,7 @@ RANKS, BLOCKS, EVERY, SECONDS = 4, 4, 2, 1e-3
 """A step takes SECONDS, far more than an exchange."""
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
-ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
+ADAM = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)  # which DeMo has in its own step
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=9)
 
 
