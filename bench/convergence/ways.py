@@ -173,7 +173,7 @@ WAYS: dict[str, Way] = {
     "streaming-diloco int2": _periodic("streaming-diloco sync_every=32 compress=int2"),
     "diloco often": _periodic("diloco sync_every=5"),
     "sparseloco": _periodic("sparseloco sync_every=5", selects=True),
-    "demo": _periodic("demo", optimizers=("adamw",)),
+    "demo": _peer("periodic", selects=False, optimizers=("adamw",)),
 }
 
 
