@@ -231,7 +231,12 @@ AVERAGING: dict[str, dict[str, Any]] = {
         )
     },
     "demo": {
-        "flags": (replace(SYNC_EVERY, default=1), TOPK, CHUNK, replace(DECAY, default=0.999, says="of the momentum")),
+        "flags": (
+            replace(SYNC_EVERY, default=1),
+            TOPK,
+            CHUNK,
+            replace(DECAY, default=0.999, says="factor on the momentum, each step"),
+        ),
         "nesterov": False,
         "optimizers": ("sgd",),
         "defaults": {"lr": 0.001, "momentum": 0.0},

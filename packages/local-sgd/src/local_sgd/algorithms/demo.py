@@ -50,8 +50,8 @@ class DeMo(PeriodicAveraging):
     A step is as long as one of Adam at the same rate. Steps of `optimizer` are taken from zeros, so that Δ is not
     rounded beside the parameters: their values do not count in it, nor what else is written to them. The model is z,
     the same bits on all ranks if they compute matrix products alike: with unlike processors, devices or numbers of
-    threads, give `verify`. Beside the model and m, `average` needs up to seven vectors of the size of the model for a
-    moment, or of `bucket_bytes`.
+    threads, give `verify`. z, m and what x is short of the exact step take as much memory as the model each, and up to
+    seven vectors more of that size, or of `bucket_bytes`, for a moment in `average`.
 
     Differs from the paper's code: coefficients travel in bfloat16, whose rounding error stays in m, with places of 16
     bits (there 32 bits or the parameter's, and 64); m is kept as coefficients; a kernel of a convolution is a matrix
