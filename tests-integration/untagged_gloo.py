@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 from communicators.background.transport_communicator import TransportCommunicator
-from communicators.worlds.gloo import GIVE_UP, WAIT, Waiters
+from communicators.worlds.gloo_group import GIVE_UP, WAIT, Waiters
 from communicators.worlds.meeting import Rendezvous, store_of
 from communicators.worlds.nccl import UntaggedTransport
 from torch._C._distributed_c10d import ProcessGroupGloo

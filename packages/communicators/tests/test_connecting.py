@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch.distributed as dist
-from communicators.worlds import gloo
-from communicators.worlds.gloo import GlooGroup, GlooTransport
+from communicators.worlds import gloo, gloo_group
+from communicators.worlds.gloo import GlooTransport
+from communicators.worlds.gloo_group import GlooGroup
 from communicators.worlds.meeting import Rendezvous
 
 pytestmark = pytest.mark.quick
@@ -70,7 +71,7 @@ def test_ranks_that_have_met_and_cannot_connect(monkeypatch):
         never.wait(30)
         raise RuntimeError
 
-    monkeypatch.setattr(gloo, "ProcessGroupGloo", refused)
+    monkeypatch.setattr(gloo_group, "ProcessGroupGloo", refused)
     begin = time.monotonic()
     first, second = map(str, told())
     never.set()

@@ -28,7 +28,7 @@ from communicators.background.engine import LISTEN_SECONDS, Driven, Engine, engi
 from communicators.background.transport import PeerLost, PendingSum, Transport
 from communicators.background.transport_communicator import drive
 from communicators.timeline import named_messages
-from communicators.worlds.gloo import GlooGroup, Waiters
+from communicators.worlds.gloo_group import GlooGroup, Waiters
 from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
 
 pytestmark = pytest.mark.quick

@@ -105,8 +105,10 @@ def run(
         _in_its_folder(app, training, trains, request, device, choice)
 
 
-def _built(app: App, options: Options, device: torch.device) -> tuple[Task, AbstractContextManager[object]]:
-    """The task, and the context of its forward."""
+def _built(
+    app: App, options: Options, device: torch.device
+) -> tuple[Task, Callable[[], AbstractContextManager[object]]]:
+    """The task, and contexts of its forwards."""
     torch.manual_seed(options.seed)  # the model starts alike on all ranks
     task = app.build(options, device)
     make_dense(task.model)

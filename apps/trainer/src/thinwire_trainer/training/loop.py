@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Training:
     progress: TrainingProgress
     clock: Clock
     phases: Phases
-    autocast: AbstractContextManager[object] = field(default_factory=nullcontext)  # of the forward
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext  # of a forward
     trace: Trace | None = None  # --profile
     stop: AgreedStop | None = None  # where signals are waited for
     events: Events | None = None  # TensorBoard, rank 0
@@ -138,7 +138,7 @@ def train_step(training: Training, read: Iterator[Any], *, samples: int) -> floa
     with synchroniser.gradients():
         phases.enter("data")
         batch = next(read)
-        with training.autocast:
+        with training.autocast():
             loss = training.task.loss(batch, replica.generator)
         phases.enter("backward")
         with dense_gradients(replica.model) if replica.position.step == 0 else nullcontext():  # it walks the model

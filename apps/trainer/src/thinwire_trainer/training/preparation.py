@@ -2,8 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,17 +41,32 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
                 ) from None
 
 
-def autocast(options: Options, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast the forward of training steps to bfloat16 on every device, whose range is float32's.
+def autocast(options: Options, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Makes contexts that autocast the forward of a step to bfloat16 on every device, whose range is float32's.
 
     So no loss is scaled and no step skipped, and residuals need no unscaling; parameters, gradients and their exchange
     stay in float32. Evaluations are of the model as it is exported, in float32. RunError on a GPU without bfloat16.
     """
     if not options.amp:
-        return nullcontext()
+        return nullcontext
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise RunError(f"--amp needs bfloat16, which {torch.cuda.get_device_name(device)} has not: leave it out")
-    return torch.autocast(device.type, torch.bfloat16)
+    onednn = torch.backends.mkldnn.is_available() and device.type == "cpu"  # type: ignore[no-untyped-call]
+    if onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return _without_onednn
+    return partial(torch.autocast, device.type, torch.bfloat16)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Autocast for a processor on which oneDNN has no bfloat16, so that torch's LSTM would raise; no slower there."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # not by torch.backends.mkldnn.flags, which warns of GPUs
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def compile_forward(model: nn.Module, options: Options, device: torch.device) -> None:

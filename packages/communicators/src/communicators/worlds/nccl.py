@@ -34,7 +34,8 @@ from communicators.background.call import Call
 from communicators.background.transport import Pending, PendingSum, Transport
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.schedule import Payload, Received, Round
-from communicators.worlds.gloo import WAIT, GlooTransport
+from communicators.worlds.gloo import GlooTransport
+from communicators.worlds.gloo_group import WAIT
 from communicators.worlds.meeting import Rendezvous, reconnected
 
 CONNECT_POLL_SECONDS = 1e-3

@@ -1,0 +1,146 @@
+"""Messages of rounds over gloo, short ones without waiting for their receiver: MPI's eager protocol.
+
+gloo holds a message back until it knows that its receiver has posted room for it. Between ranks that post at the same
+time, that word costs as much as the message: a round takes 2α. Rooms that are posted before they are asked for make it
+one α. What is longer than a room goes as gloo does it: its bytes take longer than the word.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from communicators.worlds.gloo_group import EAGER_TAG, PIECE_BYTES, GlooGroup, Wait
+
+ROOM_BYTES = 2 * PIECE_BYTES - 1
+"""Most bytes that are sent without a word from the receiver: of what never goes by several connections."""
+ROOMS = 4
+"""Posted for each peer."""
+_HEAD = struct.Struct("<QQ")  # tag, and bytes of the whole message; of a size that keeps what follows aligned
+
+
+class EagerMessages:
+    """Sends and receives of one group, told apart by their tags. Lengths of both sides are alike, unless `bounded`."""
+
+    def __init__(self, data: GlooGroup) -> None:
+        self._data = data
+        self._inboxes: dict[int, _Inbox] = {}
+
+    def send(self, memory: Tensor, peer: int, tag: int, *, bounded: bool) -> list[Wait]:
+        """Posts a message. bounded: its receiver, who does not know the length, gets what is beyond a room later."""
+        nbytes = memory.numel()
+        if nbytes > ROOM_BYTES and not bounded:
+            return [self._data.post("send", memory, peer, tag, spread=True)]
+        framed = torch.empty(_HEAD.size + min(nbytes, ROOM_BYTES), dtype=torch.uint8)
+        framed.numpy()[: _HEAD.size] = bytearray(_HEAD.pack(tag, nbytes))
+        framed[_HEAD.size :] = memory[:ROOM_BYTES]
+        waits = [self._data.post("send", framed, peer, EAGER_TAG)]
+        if nbytes > ROOM_BYTES:
+            waits.append(self._data.post("send", memory[ROOM_BYTES:], peer, tag))
+        return waits
+
+    def receive(self, memory: Tensor, peer: int, tag: int, *, bounded: bool) -> Arrival:
+        """Posts room for a message of this tag."""
+        if memory.numel() > ROOM_BYTES and not bounded:
+            return Arrival(memory, self._data.post("recv", memory, peer, tag, spread=True))
+        if peer not in self._inboxes:
+            self._inboxes[peer] = _Inbox(self._data, peer)
+        return self._inboxes[peer].receive(memory, tag)
+
+
+@dataclass(eq=False)
+class Arrival:
+    """Message that is expected. wait: for its bytes beyond a room, or all of them."""
+
+    memory: Tensor
+    wait: Wait | None = None
+    failure: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.failure is not None or (self.wait is not None and self.wait.done)
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.failure or (self.wait.error if self.wait is not None else None)
+
+
+class _Inbox:
+    """Rooms for one peer's messages, which come in any order of tags; a thread waits for the room that is filled next.
+
+    As many are posted as are not held by messages that nobody has asked for yet: so a peer that runs ahead is held
+    back. While one is asked for there is always one posted, or it could wait behind those for ever.
+    """
+
+    def __init__(self, data: GlooGroup, peer: int) -> None:
+        self._data, self._peer, self._lock = data, peer, threading.Lock()
+        self._posted: deque[tuple[Tensor, Any]] = deque()
+        self._early: dict[int, Tensor] = {}
+        self._asked: dict[int, Arrival] = {}
+        self._waiting: Wait | None = None
+        self._failure: BaseException | None = None
+
+    def receive(self, memory: Tensor, tag: int) -> Arrival:
+        arrival = Arrival(memory)
+        with self._lock:
+            if tag in self._early:
+                self._deliver(self._early.pop(tag), arrival, tag)
+            else:
+                self._asked[tag] = arrival
+            self._post_rooms()
+            if self._waiting is None and (wait := self._next()) is not None:
+                self._data.waiters.begin(wait)
+        if arrival.done:
+            self._data.waiters.tell()
+        return arrival
+
+    def _post_rooms(self) -> None:
+        """Posts as many as are missing; where none can be, all that is asked for has failed."""
+        wanted = max(ROOMS - len(self._early), min(1, len(self._asked)))
+        try:
+            while len(self._posted) < wanted and self._failure is None:
+                room = torch.empty(_HEAD.size + ROOM_BYTES, dtype=torch.uint8)
+                self._posted.append((room, self._data.work("recv", room, self._peer, EAGER_TAG)))
+        except RuntimeError as error:
+            self._failure = error.with_traceback(None)
+        if self._failure is not None and not self._posted:
+            for arrival in self._asked.values():
+                arrival.failure = self._failure
+            self._asked.clear()
+
+    def _next(self) -> Wait | None:
+        """The wait for the room that is filled next."""
+        self._waiting = Wait(self._posted[0][1], then=self._came) if self._posted else None
+        return self._waiting
+
+    def _came(self) -> Wait | None:
+        """Hands on what has come into the first room."""
+        with self._lock:
+            room, _ = self._posted.popleft()
+            if self._waiting is not None and self._waiting.error is not None:
+                self._failure = self._waiting.error
+                self._posted.clear()
+            else:
+                tag, _ = _HEAD.unpack_from(room.numpy().data)
+                if (arrival := self._asked.pop(tag, None)) is not None:
+                    self._deliver(room, arrival, tag)
+                else:
+                    self._early[tag] = room
+            self._post_rooms()
+            return self._next()
+
+    def _deliver(self, room: Tensor, arrival: Arrival, tag: int) -> None:
+        """Copies a message to where it was asked for, as far as it fits; what is beyond a room comes by itself."""
+        _, nbytes = _HEAD.unpack_from(room.numpy().data)
+        here, size = room[_HEAD.size :][:nbytes], len(arrival.memory)
+        arrival.memory[: len(here)] = here[:size]
+        if ROOM_BYTES < nbytes <= size:
+            arrival.wait = self._data.post("recv", arrival.memory[ROOM_BYTES:nbytes], self._peer, tag)
+        else:
+            arrival.wait = Wait(None, done=True)
