@@ -81,6 +81,7 @@ class _Inbox:
     def __init__(self, data: GlooGroup, peer: int) -> None:
         self._data, self._peer, self._lock = data, peer, threading.Lock()
         self._posted: deque[tuple[Tensor, Any]] = deque()
+        self._free: list[Tensor] = []
         self._early: dict[int, Tensor] = {}
         self._asked: dict[int, Arrival] = {}
         self._waiting: Wait | None = None
@@ -105,7 +106,7 @@ class _Inbox:
         wanted = max(ROOMS - len(self._early), min(1, len(self._asked)))
         try:
             while len(self._posted) < wanted and self._failure is None:
-                room = torch.empty(_HEAD.size + ROOM_BYTES, dtype=torch.uint8)
+                room = self._free.pop() if self._free else torch.empty(_HEAD.size + ROOM_BYTES, dtype=torch.uint8)
                 self._posted.append((room, self._data.work("recv", room, self._peer, EAGER_TAG)))
         except RuntimeError as error:
             self._failure = error.with_traceback(None)
@@ -144,3 +145,4 @@ class _Inbox:
             arrival.wait = self._data.post("recv", arrival.memory[ROOM_BYTES:nbytes], self._peer, tag)
         else:
             arrival.wait = Wait(None, done=True)
+        self._free.append(room)
