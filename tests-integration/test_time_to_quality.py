@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.convergence.journal import key
+from bench.convergence.quality import goal_of, steps_until
 from bench.convergence.tasks import TASKS
 from bench.convergence.ways import WAYS, Run
 from bench.time_to_quality import command
 from bench.time_to_quality.best import best_of
-from bench.time_to_quality.command import goal_of, runs_of, steps_until
+from bench.time_to_quality.command import runs_of
 from bench.time_to_quality.seconds import ALONE, JOURNAL, Case, Cell, phases, until
 
 CELL = Cell("vit-digits", "adamw", 2, 100.0, 1.0)

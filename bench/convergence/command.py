@@ -5,9 +5,10 @@
 
 mean, least, most: of the seeds, test accuracy in percent, or perplexity of a character for text. behind: points below
 dense with the same optimizer, clipping, ranks and seeds; for text by how many percent the perplexity is above. network
-seconds: of a step, predicted from bytes and messages. With --output each training is written down when it has ended,
-and not repeated when the command is given again, unless the record lacks its bytes on the way. Ways that begin with
-"torch" are torch's own, on real ranks: see `torch_hooks`; "diloco" and "sparseloco" average models: see `periodic`.
+seconds: of a step, predicted from bytes and messages. until: share of the steps after which the median seed is as good
+as dense at the end, less a point of accuracy or 1 % of the loss. With --output each training is written down when it
+has ended, and not repeated when the command is given again, unless the record lacks its bytes on the way. Ways that
+begin with "torch" are torch's own, on real ranks: see `torch_hooks`; those of `periodic` average models.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.convergence import curves, densities, journal
+from bench.convergence.quality import goal_of, steps_until
 from bench.convergence.tasks import TASKS
 from bench.convergence.ways import OPTIMIZERS, WAYS, Run
 from bench.record import asked, parser_of, record
@@ -102,6 +104,7 @@ def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             | {"seeds": len(scores), "mean": statistics.mean(scores.values())}
             | {"least": min(scores.values()), "most": max(scores.values()), "behind": _behind(row, scores, dense)}
             | _sent(list(by_seed.values()))
+            | {"until": _until(row, list(by_seed.values()), list(dense.values()))}
             | {"score_samples": [scores[seed] for seed in sorted(scores)]}
         )
     return rows
@@ -109,19 +112,33 @@ def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Of the ways that are advised, without clipping; Adam learns as AdamW does, which is what was trained."""
-    kept = []
+    kept, dense = [], {_place(row): row["until"] for row in rows if row["way"] == DENSE}
     for row in rows:
         way = WAYS[row["way"]]
         if way.advised and not row["clip"] and row["behind"] is not None:
             algorithm, wire = way.advised
             run = Run(seed=0, **{name: row[name] for name in LABELS})
             sends = "updates" if way.settings(run).get("updates") else "gradients"
-            kind = {"algorithm": algorithm, "wire": wire, "sends": sends}
+            kind = {"algorithm": algorithm, "wire": wire, "sends": sends, "data": TASKS[row["task"]].data}
             for optimizer in ("adam", "adamw") if row["optimizer"] == "adamw" else (row["optimizer"],):
-                names = ("task", "density", "ranks", "steps", "seeds", "behind")
-                kept.append({"optimizer": optimizer} | kind | {name: row[name] for name in names})
+                names = ("task", "density", "ranks", "steps", "seeds", "behind", "until")
+                more = {name: row[name] for name in names} | {"dense_until": dense[_place(row)]}
+                kept.append({"optimizer": optimizer} | kind | more)
     said = "written by python -m bench convergence --output DIR --accuracy FILE"
     path.write_text(json.dumps({"note": said, "rows": kept}, indent=1) + "\n")
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("task", "optimizer", "clip", "ranks", "steps"))
+
+
+def _until(row: dict[str, Any], seeds: Sequence[dict[str, Any]], dense: Sequence[float]) -> float | None:
+    """Share of the steps after which the median seed is as good as dense at the end, 1 at most. dense: its scores."""
+    if not dense:
+        return None
+    goal, text = goal_of(row["task"], dense), TASKS[row["task"]].text
+    steps = statistics.median(steps_until(one["curve"], goal, text=text) for one in seeds)
+    return min(1.0, steps / int(row["steps"]))
 
 
 def _sent(seeds: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -43,6 +43,11 @@ class Task:
     points: int = 6
     large: bool = False
 
+    @property
+    def data(self) -> str:
+        """Kind of the data, as `thinwire.advise` names it."""
+        return "text" if self.text else "images"
+
     def loss(self, model: nn.Module, *, seed: int, rank: int, size: int, step: int) -> Tensor:
         """Of this rank's share of a step's batch."""
         count = self.batch // size

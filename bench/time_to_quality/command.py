@@ -17,7 +17,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import thinwire
@@ -25,6 +25,7 @@ import torch
 from communicators import Link
 
 from bench.convergence import journal
+from bench.convergence.quality import LOSS, POINTS, goal_of, steps_until
 from bench.convergence.tasks import TASKS
 from bench.convergence.ways import WAYS, Run
 from bench.record import asked, parser_of, record
@@ -33,7 +34,6 @@ from bench.time_to_quality.seconds import ALONE, Case, Cell, measured, phases, u
 
 LINKS = {"1 Gbit/s, 0.1 ms": (1000.0, 0.1), "100 Mbit/s, 1 ms": (100.0, 1.0), "10 Mbit/s, 50 ms": (10.0, 50.0)}
 BF16, POWERSGD = "torch bf16 hook", "torch PowerSGD hook"
-LOSS, POINTS = 1.01, 1.0  # what the goal leaves
 OPTIMIZERS = {"resnet20-clothing": "sgd"}
 """Of tasks that are not trained with AdamW."""
 TORCH = ("torch DDP", BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
@@ -131,27 +131,6 @@ def _rows(cell: Cell, link: str, options: argparse.Namespace) -> list[dict[str, 
     return [row | {name: _over(time, row["seconds"]) for name, time in best.items()} for row in rows]
 
 
-def goal_of(task: str, scores: Sequence[float]) -> float:
-    """The score to be reached, of what DDP in bf16 reaches: a perplexity, or percent."""
-    mean = statistics.mean(scores)
-    return float(mean**LOSS) if TASKS[task].text else mean - POINTS
-
-
-def steps_until(curve: Sequence[Sequence[float]], goal: float, *, text: bool) -> float:
-    """Steps until the curve reaches the goal, on a straight line between two scores; inf if it does not.
-
-    Of text, whose score is a perplexity, the line is that of the loss.
-    """
-    places = [(step, -math.log(score) if text else score) for step, score, *_ in curve]
-    aim = -math.log(goal) if text else goal
-    if places[0][1] >= aim:
-        return places[0][0]
-    for (before, low), (after, high) in pairwise(places):
-        if high >= aim:
-            return before + (after - before) * (aim - low) / (high - low)
-    return math.inf
-
-
 def _seconds(run: Run, found: dict[str, Any], goal: float, seconds: Any) -> float:
     steps = steps_until(found["curve"], goal, text=TASKS[run.task].text)
     return until(run, seconds)[math.ceil(steps)] if steps < math.inf else math.inf
@@ -170,8 +149,9 @@ def _advised(cell: Cell, alone: float) -> Case | None:
     """What `thinwire.advise` says here, for a rank that computes a step in `alone` seconds."""
     link = Link(1e-3 * cell.ms, 8e-6 / cell.mbit)
     torch.manual_seed(0)
-    model, kind = TASKS[cell.task].model(), cell.optimizer
-    said = thinwire.advise(model, steps_per_second=1 / alone, optimizer=kind, link=link, ranks=cell.ranks)
+    task = TASKS[cell.task]
+    given: dict[str, Any] = {"optimizer": cell.optimizer, "link": link, "ranks": cell.ranks}
+    said = thinwire.advise(task.model(), steps_per_second=1 / alone, data=task.data, **given)
     p = said.recommendation.step.prediction
     if p.algorithm == "dense":
         return Case(BF16 if p.wire == "bf16" else "torch DDP")

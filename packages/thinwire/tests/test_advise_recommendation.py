@@ -5,6 +5,7 @@ from importlib.resources import files
 from types import SimpleNamespace
 
 import pytest
+import thinwire
 import torch
 from communicators import Link, Paths, SimulatedWorld
 from data_parallel import UpdateOptimizer
@@ -51,7 +52,7 @@ def situation(**changes):
     ],
 )
 def test_the_reason_says_which_rule_decided_and_what_came_next(changes, rule, said, monkeypatch):
-    monkeypatch.setattr(RECORD, lambda *exchange, sends: Known(0.0, 0.0, ("a", "b"), 1, (8, 8)))
+    monkeypatch.setattr(RECORD, lambda *exchange, sends, data: Known(0.0, 0.0, ("a", "b"), 1, (8, 8)))
     found = situation(**changes)
     recommended, steps = recommend(found), found.predictions()
     fastest = steps[0].prediction
@@ -75,7 +76,7 @@ def test_the_reason_says_which_rule_decided_and_what_came_next(changes, rule, sa
 )
 def test_a_gain_too_small_to_be_advised_is_told_from_none(beta, said, monkeypatch):
     """Nothing is known to learn but whole gradients, in bf16 too."""
-    monkeypatch.setattr(RECORD, lambda *exchange, sends: None)
+    monkeypatch.setattr(RECORD, lambda *exchange, sends, data: None)
     assert f", and {said}." in recommend(situation(link=Link(50e-6, beta))).text
 
 
@@ -109,7 +110,7 @@ def test_the_share_that_others_took_is_the_worst_rank_s():
 def test_the_lines_are_for_the_optimizer_that_was_asked_for(optimizer, hook, monkeypatch):
     """hook: points behind by SGD's gradients, as a DDP hook sends them; where these are too many, updates are sent."""
 
-    def on_record(*exchange, sends):
+    def on_record(*exchange, sends, data):
         behind = hook if sends == "gradients" else 0.2
         return Known(behind, behind, ("a", "b"), 1, (8, 8))
 
@@ -137,7 +138,7 @@ def test_what_is_summed_whole_beside_updates_is_in_the_bytes(monkeypatch):
         return optimizer.stats()["bytes_sent"]
 
     for ranks in (2, 3, 4):
-        monkeypatch.setattr(RECORD, lambda *exchange, sends: None)
+        monkeypatch.setattr(RECORD, lambda *exchange, sends, data: None)
         given = {"numel": sum(sizes.values()), "ranks": ranks, "handling": {0.01: Handling(0.0, {}, {"gtopk": 0.0})}}
         told = {
             (optimizer, tiny): next(
@@ -157,7 +158,7 @@ def test_what_is_summed_whole_beside_updates_is_in_the_bytes(monkeypatch):
 def test_updates_are_there_when_backward_has_ended_and_hide_nothing():
     hidden = {"hidden": 0.2, "ranks": 2, "handling": {0.01: Handling(0.0, {}, dict.fromkeys(ALGORITHMS, 0.0))}}
     sgd, adamw = (
-        {p.name: seconds for p, seconds, _ in situation(optimizer=name, **hidden).predictions()}
+        {p.name: seconds for p, seconds, *_ in situation(optimizer=name, **hidden).predictions()}
         for name in ("sgd", "adamw")
     )
     assert adamw["dense"] == sgd["dense"]
@@ -167,12 +168,9 @@ def test_updates_are_there_when_backward_has_ended_and_hide_nothing():
 def test_what_is_known_of_accuracy_is_the_shipped_record():
     """Beside each speed-up, and "?" for what nobody measured."""
     rows = json.loads((files("thinwire.advice") / "accuracy.json").read_text())["rows"]
+    rest = dict.fromkeys(("seeds", "behind", "until", "dense_until"), 0)
     for row in rows:
-        same = [
-            other
-            for other in rows
-            if {**row, "steps": 0, "seeds": 0, "behind": 0} == {**other, "steps": 0, "seeds": 0, "behind": 0}
-        ]
+        same = [other for other in rows if {**row, "steps": 0, **rest} == {**other, "steps": 0, **rest}]
         if row["steps"] < max(other["steps"] for other in same):
             continue
         exchange = (row[name] for name in ("optimizer", "algorithm", "density", "wire", "ranks"))
@@ -218,7 +216,14 @@ def test_a_speed_up_is_that_of_the_whole_training_of_the_advised_lines(optimizer
             seconds[density] = step_seconds(exchange, compute=found.compute, backward=backward)
         mean = sum(seconds[warm_up(step)] for step in range(steps)) / steps
         assert one["mean_step_seconds"] == pytest.approx(mean)
-        assert one["speedup"] == pytest.approx(dense / mean)
+        learns, until = known(optimizer, name, target, "fp32", 8, sends="updates"), mean
+        if not found.sends_updates:
+            learns = known(optimizer, name, target, "fp32", 8, sends="gradients")
+        if learns is not None and learns.most <= 1:
+            first = round(learns.pace * learns.dense * steps)  # in which the warm-up counts for more
+            until = learns.pace * sum(seconds[warm_up(step)] for step in range(first)) / first
+        assert one["seconds_until_as_good"] == pytest.approx(until)
+        assert one["speedup"] == pytest.approx(dense / until)
         assert one["speedup_after_warm_up"] == pytest.approx(dense / seconds[target])
     recommended = recommend(found)
     assert written in recommended.text
@@ -239,7 +244,7 @@ def test_nothing_is_advised_unasked_that_is_known_to_lose(situation_of_few, data
     def lost(p):
         return 0.0 if p.density == 1 else record[p.algorithm, p.density, p.wire]
 
-    def on_record(optimizer, *exchange, sends):
+    def on_record(optimizer, *exchange, sends, data):
         behind = record[exchange[:-1]]
         return None if behind is None else Known(min(0.0, behind), behind, ("a", "b"), 1, (8, 8))
 
@@ -247,18 +252,20 @@ def test_nothing_is_advised_unasked_that_is_known_to_lose(situation_of_few, data
         patched.setattr(RECORD, on_record)
         patched.setattr(Situation, "sends_updates", optimizer != "sgd")
         taken = recommend(found)
-    dense = next(s.mean for s in steps if s.prediction.name == "dense")
-    [(p, _, mean)] = [s for s in steps if named(s.prediction) == named(taken.step.prediction)]
+    dense = next(s.until for s in steps if s.prediction.name == "dense")
+    [(p, _, _, mean)] = [s for s in steps if named(s.prediction) == named(taken.step.prediction)]
     well = [s for s in steps if lost(s.prediction) is not None and lost(s.prediction) <= 1]
     if not chosen:
         assert lost(p) is None or lost(p) <= 1
-        if dense / well[0].mean >= 1.1:
+        if dense / well[0].until >= 1.1:
             assert lost(p) is not None
-            assert mean <= 1.05 * well[0].mean
+            assert mean <= 1.05 * well[0].until
     if taken.rule != "not worthwhile":
         assert dense / mean >= 1.04
         for level in ("unknown", "lost"):
-            passed = [s for s in steps if s.mean < mean / 1.05 and (lost(s.prediction) is None) == (level == "unknown")]
+            passed = [
+                s for s in steps if s.until < mean / 1.05 and (lost(s.prediction) is None) == (level == "unknown")
+            ]
             said = "was not measured" if level == "unknown" else "points behind dense"
             bad = [s for s in passed if level == "unknown" or lost(s.prediction) > 1]
             assert not bad or said in taken.reason
@@ -305,15 +312,56 @@ def test_a_density_of_one_s_own_is_advised_and_what_is_known_of_it_told():
 def record_of(*places):
     """(ranks, task, behind), or with steps."""
     same = {"optimizer": "sgd", "algorithm": "gtopk", "density": 0.01, "wire": "fp32", "seeds": 1, "steps": 100}
+    same |= {"data": "images", "until": 1.0, "dense_until": 1.0}
     names, ways = ("ranks", "task", "behind", "steps"), ({**same, "sends": sends} for sends in ("updates", "gradients"))
     found = [{**way, **dict(zip(names, place, strict=False))} for way in ways for place in places]
     return lambda: accuracy.by_exchange(found)
 
 
+def test_ways_are_judged_by_trainings_on_the_same_data(monkeypatch):
+    """By all, where that optimizer was tried on no such data."""
+    rows = record_of((8, "cnn", 0.1), (8, "vit", 0.2), (8, "lstm", 3.0), (8, "gpt", 4.0))()
+    for row in (row for of in rows.values() for row in of):
+        row["data"], row["until"] = ("text", 0.9) if row["task"] in ("lstm", "gpt") else ("images", 0.3)
+        row["dense_until"] = 0.6
+    monkeypatch.setattr(accuracy, "_record", lambda: rows)
+    images, text, everything, audio = (
+        known("sgd", "gtopk", 0.01, "fp32", 8, data=data) for data in ("images", "text", "", "audio")
+    )
+    assert (images.tasks, images.most, images.until, images.pace) == (("cnn", "vit"), 0.2, 0.3, 1.0)
+    assert (text.tasks, text.least) == (("lstm", "gpt"), 3.0)
+    assert text.pace == pytest.approx(1.5)
+    assert everything == audio
+    assert everything.tasks == (*images.tasks, *text.tasks)
+    assert known("sgd", "other", 0.01, "fp32", 8, data="text") is None
+    for data, way in (("images", "gtopk"), ("text", "dense"), ("", "dense")):
+        found = situation(data=data, handling={0.01: Handling(0.0, {}, {"gtopk": 0.0})})
+        assert recommend(found).step.prediction.algorithm == way
+        assert json.loads(as_json(found))["data"] == data
+        assert (f"judged by small trainings on {data}" in as_text(found)) == bool(data)
+
+
+@pytest.mark.parametrize(
+    ("layers", "data"),
+    [
+        ([torch.nn.Linear(3, 3)], ""),
+        ([torch.nn.Conv2d(1, 1, 3), torch.nn.Linear(3, 3)], "images"),
+        ([torch.nn.Conv2d(1, 1, 3), torch.nn.Embedding(3, 3)], "text"),
+    ],
+)
+def test_a_model_s_layers_say_what_its_data_are(layers, data):
+    model = torch.nn.Sequential(*layers)
+    given = {"steps_per_second": 10, "link": "1gbit", "ranks": 2}
+    assert thinwire.advise(model, **given).situation.data == data
+    assert thinwire.advise(model, **given, data="text").situation.data == "text"
+    with pytest.raises(ValueError, match=r"data is 'sound', expected 'images', 'text', or '' for all"):
+        thinwire.advise(model, **given, data="sound")
+
+
 def test_of_a_tasks_trainings_the_longest_counts(monkeypatch):
     places = (8, "vit", 5.0, 264), (8, "vit", 0.5, 1056), (8, "cnn", 0.7, 264), (2, "vit", 9.0, 9999)
     monkeypatch.setattr(accuracy, "_record", record_of(*places))
-    assert known("sgd", "gtopk", 0.01, "fp32", 8) == (0.5, 0.7, ("vit", "cnn"), 1, (8, 8))
+    assert known("sgd", "gtopk", 0.01, "fp32", 8) == (0.5, 0.7, ("vit", "cnn"), 1, (8, 8), 1.0, 1.0)
 
 
 MEASURED = st.dictionaries(

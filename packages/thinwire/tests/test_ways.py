@@ -142,7 +142,7 @@ def test_rounds_cost_what_the_simulated_clock_says(way, ranks):
 
 
 def test_a_step_has_its_share_of_an_exchange_after_a_block_and_hides_none():
-    found = {p.variant: (p, seconds) for p, seconds, _ in situation(hidden=0.005).predictions()}
+    found = {p.variant: (p, seconds) for p, seconds, *_ in situation(hidden=0.005).predictions()}
     often, rarely = found["diloco sync_every=5"], found["diloco sync_every=30"]
     for name in ("latency", "transfer"):
         assert getattr(often[0], name) == pytest.approx(6 * getattr(rarely[0], name))
@@ -218,6 +218,7 @@ def test_nothing_is_selected_for_muon():
 def test_what_is_known_of_one_task_alone_is_not_advised_unasked(monkeypatch):
     def record(tasks):
         same = {"optimizer": "adamw", "wire": "fp32", "ranks": 3, "seeds": 5, "steps": 100, "sends": "gradients"}
+        same |= {"data": "images", "until": 1.0, "dense_until": 1.0}
         ways = ("sparseloco sync_every=5", 0.021, tasks), ("powersgd rank=4", 1.0, ("vit", "text"))
         return accuracy.by_exchange(
             {**same, "algorithm": algorithm, "density": density, "behind": 0.2, "task": task}
@@ -394,7 +395,7 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
     steps = [s for s in found.predictions() if s.prediction.name in ("dense", name)]
     monkeypatch.setattr(Situation, "predictions", lambda self: steps)
     monkeypatch.setattr(
-        "thinwire.advice.situation.known", lambda *_, sends: accuracy.Known(0, 0, ("a", "b"), 1, (3, 3))
+        "thinwire.advice.situation.known", lambda *_, sends, data: accuracy.Known(0, 0, ("a", "b"), 1, (3, 3))
     )
     text, model = recommend(found).text, model_of()
     assert text.startswith(f"Use {name}: ")
@@ -427,7 +428,7 @@ LEARNS = accuracy.Known(0, 0, ("a", "b"), 1, (3, 3))
 @pytest.mark.parametrize("in_ddp", [False, True])
 def test_a_model_that_is_not_in_ddp_is_advised_no_hook_of_it(in_ddp, monkeypatch, one_process):
     """And what is advised can be applied, to as large a model over gloo."""
-    known = lambda optimizer, way, *_, sends: LEARNS if way in of else None  # noqa: E731
+    known = lambda optimizer, way, *_, sends, data: LEARNS if way in of else None  # noqa: E731
     monkeypatch.setattr("thinwire.advice.situation.known", known)
     monkeypatch.setattr("thinwire.advice.measuring.measure_work", lambda shapes, device: {name: Work() for name in of})
     of, model = ("torch-powersgd rank=2", "dense-int8"), torch.nn.Linear(600, 500)

@@ -4,15 +4,19 @@
 """
 
 import json
+import statistics
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sparse_compress import WarmUp
 
 Row = dict[str, Any]
+DATA = ("images", "text", "")
+"""What tasks are of; "" stands for all."""
 EXCHANGE = ("optimizer", "algorithm", "density", "wire", "sends")
 MOST_BEHIND = 1.0
 """Points of accuracy, of text percent of perplexity: what is known to lose more is not advised unasked."""
@@ -22,7 +26,9 @@ class Known(NamedTuple):
     """Measured accuracy of an exchange.
 
     least, most: over the tasks, points of accuracy behind dense (for text: percent of perplexity), means of seeds.
-    tasks: their names. seeds: of the task with the fewest. ranks: number of ranks that trained each task.
+    tasks: their names. seeds: of the task with the fewest. ranks: number of ranks that trained each task. until, dense:
+    share of a training's steps after which it is as good as dense at the end, less a point (of text: 1 % of the loss),
+    and after which dense is; means of the tasks.
     """
 
     least: float
@@ -30,20 +36,31 @@ class Known(NamedTuple):
     tasks: tuple[str, ...]
     seeds: int
     ranks: tuple[int, ...]
+    until: float = 1.0
+    dense: float = 1.0
+
+    @property
+    def pace(self) -> float:
+        """Steps until then for each one of dense. At least 1: a way is taken for its bytes, not for how it learns."""
+        return max(1.0, self.until / self.dense)
 
 
 def known(
-    optimizer: str, algorithm: str, density: float, wire: str, ranks: int, *, sends: str = "updates"
+    optimizer: str, algorithm: str, density: float, wire: str, ranks: int, *, sends: str = "updates", data: str = ""
 ) -> Known | None:
     """Measured accuracy of an exchange with the recommended settings for that optimizer; None if it was not measured.
+
+    data: "images" or "text", whose tasks count alone where that optimizer was tried on any; "": all tasks.
 
     For each task, uses the measured number of ranks nearest to `ranks` by ratio, and the larger of two that are equally
     near, because most tasks lose more on more ranks. Of the trainings on that many ranks it uses the longest: residuals
     wait as many steps in a short training, which is a larger share of it.
     """
     by_task: dict[str, list[Row]] = {}
+    everything = not any((row["optimizer"], row["data"]) == (optimizer, data) for row in chain(*_record().values()))
     for row in _record().get((optimizer, algorithm, density, wire, sends), []):
-        by_task.setdefault(row["task"], []).append(row)
+        if everything or row["data"] == data:
+            by_task.setdefault(row["task"], []).append(row)
     if not by_task:
         return None
     taken = [
@@ -51,7 +68,8 @@ def known(
         for rows in by_task.values()
     ]
     behind, seeds = [row["behind"] for row in taken], min(row["seeds"] for row in taken)
-    return Known(min(behind), max(behind), tuple(by_task), seeds, tuple(row["ranks"] for row in taken))
+    until, dense = (statistics.mean(row[name] for row in taken) for name in ("until", "dense_until"))
+    return Known(min(behind), max(behind), tuple(by_task), seeds, tuple(row["ranks"] for row in taken), until, dense)
 
 
 def in_a_column(found: Known | None) -> str:
@@ -75,10 +93,11 @@ def in_words(found: Known | None, optimizer: str, ranks: int) -> str:
     )
 
 
-def shares(density: float, steps: int = 1000) -> dict[float, float]:
-    """{density: share of the training's steps that use it} under the recommended warm-up."""
-    sent = Counter(map(WarmUp.recommended(density, steps), range(steps)))
-    return {each: count / steps for each, count in sent.items()}
+def shares(density: float, until: float = 1.0, steps: int = 1000) -> dict[float, float]:
+    """{density: share of the steps that use it} under the recommended warm-up, of the first `until` of a training."""
+    first = max(1, round(until * steps))
+    sent = Counter(map(WarmUp.recommended(density, steps), range(first)))
+    return {each: count / first for each, count in sent.items()}
 
 
 def by_exchange(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from communicators import Communicator, Link
 
+from thinwire.advice.accuracy import DATA
 from thinwire.advice.measuring import NoAdvice, Trained, device_of, find_out, join, measured_model, on_every_rank
 from thinwire.advice.recommendation import OPTIMIZERS
 from thinwire.advice.report import as_json, as_text, check_plot, plot
@@ -84,6 +85,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--parameters": {"type": PARAMETERS, "metavar": "N", "help": "trained parameters of your model, such as 25e6"},
     "--step-seconds": {"type": STEP_SECONDS, "metavar": "T", "help": "of a step on one rank, without communication"},
     "--optimizer": {"choices": OPTIMIZERS, "default": "sgd", "help": "yours; the advice depends on it (default: sgd)"},
+    "--data": {
+        "choices": DATA[:2],
+        "help": "judge ways by trainings on it (default: by the layers of --model, or all)",
+    },
     "--density": {
         "type": DENSITY,
         "nargs": "+",
@@ -213,6 +218,7 @@ def _situation(flags: argparse.Namespace, comm: Communicator, say: Callable[[str
         stragglers=flags.late,
         optimizer=flags.optimizer,
         chosen=flags.chosen,
+        data=flags.data or trained.data,
     )
 
 

@@ -81,7 +81,7 @@ class Trained(NamedTuple):
 
     shapes: of the trained parameters. tiny: elements in tensors of fewer than `TINY`, as far as known. compute: seconds
     of forward and backward. backward: seconds of backward. times: seconds of some of this rank's steps, from which late
-    ranks are to be known.
+    ranks are to be known. data: see `data_of`.
     """
 
     shapes: Shapes
@@ -89,6 +89,7 @@ class Trained(NamedTuple):
     compute: float
     backward: float
     times: tuple[float, ...] = ()
+    data: str = ""
 
     @classmethod
     def of(cls, shapes: Shapes, step_seconds: float) -> Trained:
@@ -203,7 +204,16 @@ def measured_model(name: str, comm: Communicator, device: torch.device, *, late:
     times = [on_every_rank(step, comm) for _ in range((LATE_REPEATS if late else REPEATS) + 1)]
     forward, backward = prediction.slowest([statistics.median(part) for part in zip(*times[1:], strict=True)], comm)
     seconds = tuple(map(sum, times[1:])) if late else ()
-    return Trained.of(shapes, forward + backward)._replace(backward=backward, times=seconds)
+    more: dict[str, Any] = {"times": seconds, "data": data_of(model)}
+    return Trained.of(shapes, forward + backward)._replace(backward=backward, **more)
+
+
+def data_of(model: torch.nn.Module) -> str:
+    """Data that a model is trained on, by its layers: "text", "images", or "" where they do not say."""
+    modules = list(model.modules())
+    if any(isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) for module in modules):
+        return "text"
+    return "images" if any(isinstance(module, torch.nn.Conv2d) for module in modules) else ""
 
 
 def other_dtype(model: torch.nn.Module) -> str:

@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from thinwire.advice.measuring import Trained, device_of, find_out, join, other_dtype
+from thinwire.advice.accuracy import DATA
+from thinwire.advice.measuring import Trained, data_of, device_of, find_out, join, other_dtype
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import DENSITIES, LINKS, Situation
@@ -39,6 +40,7 @@ def advise(
     density: float | Iterable[float] | None = None,
     overlap: bool | None = None,
     stragglers: Mapping[float, float] | Sequence[float] | None = None,
+    data: str | None = None,
     comm: Any = None,
 ) -> Plan:
     """Predicts training this model with every way to exchange, and recommends one. Takes seconds.
@@ -58,6 +60,8 @@ def advise(
         overlap: Whether gradients travel during backward; default: where the model is in DDP.
         stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all; or a
             list of seconds of this rank's steps without exchanges, whose fastest of all ranks sets `steps_per_second`.
+        data: "images" or "text": ways are judged by small trainings on such data; "": by all. Default: text for a model
+            that has an Embedding, images for another one with two-dimensional convolutions.
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
@@ -66,7 +70,8 @@ def advise(
     """
     name, trained = _named(optimizer), [p for p in model.parameters() if p.requires_grad]
     densities = sorted({density} if isinstance(density, float | int) else set(density or DENSITIES), reverse=True)
-    if wrong := _wrong(model, steps_per_second, link, ranks, densities):
+    kind = data_of(model) if data is None else data
+    if wrong := _wrong(model, steps_per_second, link, ranks, densities) or _no_data(kind):
         raise ValueError(wrong)
     if density is not None and name == "muon":
         raise ValueError("density is of a selection, and nothing is selected for muon: leave it out")
@@ -87,6 +92,7 @@ def advise(
         optimizer=name,
         chosen=density is not None,
         plain=_in_ddp(model) is None,
+        data=kind,
     )
     return Plan(situation, recommend(situation))
 
@@ -240,6 +246,10 @@ def _late(stragglers: Late) -> tuple[Stragglers | None, tuple[float, ...]]:
             f"0 of 2 or more steps of this rank{what}"
         )
     return None, times
+
+
+def _no_data(data: str) -> str:
+    return "" if data in DATA else f"data is {data!r}, expected 'images', 'text', or '' for all"
 
 
 def _named(optimizer: str | Optimizer) -> str:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from sparse_collectives import ALGORITHMS, Prediction
 
-from thinwire.advice.accuracy import MOST_BEHIND, in_words
+from thinwire.advice.accuracy import MOST_BEHIND, Known, in_words
 from thinwire.advice.situation import Situation, Step
 from thinwire.advice.ways import BY_NAME, bucket_of_all
 
@@ -46,19 +46,19 @@ def dense_step(steps: list[Step]) -> float:
 
 
 def recommend(situation: Situation) -> Recommendation:
-    """Recommends the fastest exchange, or the one that changes least among nearly equal ones.
+    """Recommends what is as good as dense soonest, or the one that changes least among nearly equal ones.
 
     Considers only those that learn well enough, see `_eligible`. Prefers dense to sparse, more entries to fewer, and
     fp32 to fewer bytes.
     """
     steps = situation.predictions()
     dense, eligible = dense_step(steps), _eligible(situation, steps)
-    best = eligible[0].mean
+    best = eligible[0].until
     worthwhile = dense / best >= WORTHWHILE
-    nearly = [s for s in eligible if (s.mean <= AS_FAST * best if worthwhile else s.prediction.name == "dense")]
+    nearly = [s for s in eligible if (s.until <= AS_FAST * best if worthwhile else s.prediction.name == "dense")]
     taken = max(nearly, key=lambda s: (_share(situation, s.prediction), s.prediction.wire == "fp32"))
     p, other = taken.prediction, next((s for s in steps if s is not taken), None)
-    passed = [s for s in steps if s.mean < best and s not in eligible]
+    passed = [s for s in steps if s.until < best and s not in eligible]
     faster = "accuracy" if passed else "fastest" if taken is eligible[0] else "as fast"
     rule = faster if worthwhile else "not worthwhile"
     reason = " ".join([_reason(rule, p, other), *_passed_over(situation, passed)])
@@ -77,8 +77,8 @@ def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
         own = [s for s in steps if _selects(s.prediction)]
         for level in (WELL, UNKNOWN, BADLY):
             found = [s for s in own if learns[id(s)] <= level]
-            if found and dense / found[0].mean >= WORTHWHILE:
-                return sorted([*found, *(s for s in steps if s.prediction.algorithm == "dense")], key=lambda s: s.mean)
+            if found and dense / found[0].until >= WORTHWHILE:
+                return sorted([*found, *(s for s in steps if s.prediction.algorithm == "dense")], key=lambda s: s.until)
     return [s for s in steps if learns[id(s)] == WELL and not _lacks_ddp(situation, s.prediction)]
 
 
@@ -151,20 +151,32 @@ def _spent(situation: Situation, dense: float) -> str:
 
 def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     """The gain, then what to write."""
-    p, later, mean = taken
+    p, later, mean, _ = taken
     network = f"{_spent(situation, dense).capitalize()} of a dense step."
     gain = f"a step takes {_seconds(mean)} instead of {_seconds(dense)}, {dense / mean:.1f} times as fast"
+    found = situation.known(p)
+    steps = [] if found is None or found.most > MOST_BEHIND else [_soon(found, taken, dense)]
     if p.algorithm == "dense":
         hook = f'state = SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="{p.wire}")'
         return [f"Use {p.name}: {gain}. {network}", f"In DDP: {hook}"]
     learns = in_words(situation.known(p), situation.optimizer, situation.ranks)
     if p.variant in BY_NAME:
-        return [f"Use {p.variant}: over a whole training {gain}. {network}", *_other_lines(situation, p), learns]
+        use = f"Use {p.variant}: over a whole training {gain}. {network}"
+        return [use, *steps, *_other_lines(situation, p), learns]
     training = f"over a whole training, the warm-up included, {gain}"
     after = f"after the warm-up {_seconds(later)}, {dense / later:.1f} times"
     chosen = ["The density is yours; it was not weighed against others."] if situation.chosen else []
     use = f"Use {p.name} at density {p.density:.2g}: {training}; {after}. {network}"
-    return [use, *_lines(situation, p), *chosen, learns]
+    return [use, *steps, *_lines(situation, p), *chosen, learns]
+
+
+def _soon(found: Known, step: Step, dense: float) -> str:
+    """Sentence on the time until it is as good as dense: by its steps until then, of which the warm-up is a part."""
+    more = "no more steps" if found.pace == 1 else f"{found.pace:.2f} times as many steps"
+    return (
+        f"Small trainings were as good as dense ones at the end after {more}: until then, the warm-up included, it "
+        f"takes {step.until / dense:.2f} of dense's time."
+    )
 
 
 def _lines(situation: Situation, p: Prediction) -> list[str]:
@@ -200,7 +212,7 @@ def _other_lines(situation: Situation, p: Prediction) -> list[str]:
 def _named(step: Step) -> str:
     """An exchange with its seconds: "gtopk at density 0.01 (514 ms)"."""
     p = step.prediction
-    return f"{p.name}{f' at density {p.density:.2g}' if p.density < 1 else ''} ({_seconds(step.mean)})"
+    return f"{p.name}{f' at density {p.density:.2g}' if p.density < 1 else ''} ({_seconds(step.until)})"
 
 
 def _seconds(seconds: float) -> str:

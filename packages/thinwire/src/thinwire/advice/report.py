@@ -28,10 +28,10 @@ BUSY = 0.1
 """A share of the time from which on it is said: by as much are times too long."""
 TIMES = ("select ms", "network ms", "merge ms", "later ms", "mean ms")
 EXCHANGE = ("algorithm", "options", "density", "wire", "nbytes", "rounds")
-HEADER = ("algorithm", "density", "wire", "sent", "rounds", *TIMES, "speed-up", "behind")
+HEADER = ("algorithm", "density", "wire", "sent", "rounds", *TIMES, "steps", "speed-up", "behind")
 LEGEND = (
-    "later: a step after the warm-up; mean: a step over the whole training, with the warm-up that is advised; "
-    "speed-up: of the mean\n"
+    "later: a step after the warm-up; mean: a step over the whole training, with the warm-up that is advised\n"
+    "steps: until as good as dense at the end, for one of dense, in small trainings; speed-up: in time until then\n"
     "behind: points of accuracy (of text: percent of perplexity) below dense in small trainings, of each task on\n"
     "the number of ranks nearest to yours that was measured; ?: not measured"
 )
@@ -53,11 +53,14 @@ def as_text(situation: Situation) -> str:
 
 
 def _cells(situation: Situation, step: Step, dense: float) -> tuple[str, ...]:
-    p, later, mean = step
+    p, later, mean, until = step
     times = map(prediction.milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean))
-    behind = "" if p.algorithm == "dense" else in_a_column(situation.known(p))
+    found = situation.known(p)
+    pace, behind = f"{found.pace:.2f}" if found else "?", in_a_column(found)
+    if p.algorithm == "dense":
+        pace, behind = "1.00", ""
     how = (p.variant, f"{p.density:.2g}", p.wire, prediction.amount(p.nbytes), str(p.rounds))
-    return (*how, *times, f"{dense / mean:.2f}×", behind)
+    return (*how, *times, pace, f"{dense / until:.2f}×", behind)
 
 
 def as_json(situation: Situation) -> str:
@@ -70,6 +73,7 @@ def as_json(situation: Situation) -> str:
         "parameters": situation.numel,
         "ranks": situation.ranks,
         "optimizer": situation.optimizer,
+        "data": situation.data,
         "device": situation.device,
         "compute_seconds": situation.compute,
         "overlapped_seconds": situation.hidden,
@@ -88,7 +92,7 @@ def as_json(situation: Situation) -> str:
 
 
 def _row(situation: Situation, step: Step, dense: float) -> dict[str, Any]:
-    p, later, mean = step
+    p, later, mean, until = step
     found = situation.known(p)
     return {
         **{name: getattr(p, name) for name in EXCHANGE},
@@ -98,7 +102,8 @@ def _row(situation: Situation, step: Step, dense: float) -> dict[str, Any]:
         "step_seconds": later,
         "mean_step_seconds": mean,
         "speedup_after_warm_up": dense / later,
-        "speedup": dense / mean,
+        "seconds_until_as_good": until,
+        "speedup": dense / until,
         "accuracy": found and found._asdict(),
     }
 
@@ -152,6 +157,8 @@ def _premises(situation: Situation) -> str:
     overlap = f"buckets travel during the {hidden} ms of backward" if situation.hidden else "no overlap"
     lines = [f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}"]
     lines.append(f"{situation.ranks} ranks, {_network(situation)}")
+    if situation.data:
+        lines.append(f"how ways learn is judged by small trainings on {situation.data}")
     if late := situation.stragglers:
         mean, waited = map(prediction.milliseconds, (late.mean(situation.ranks), late.late(situation.ranks)))
         lines.append(f"a rank is late by {mean} ms a step in the mean, the last of all by {waited} ms")
@@ -210,7 +217,7 @@ def plot(situation: Situation, path: Path) -> None:
 def _speedups(situation: Situation) -> dict[str, float]:
     """Speed-up of a training over dense of every line drawn: of each algorithm and density the fastest wire's."""
     steps = situation.predictions()
-    slowest_first = [(p, dense_step(steps) / mean) for p, _, mean in reversed(steps) if p.name != "dense"]
+    slowest_first = [(p, dense_step(steps) / until) for p, *_, until in reversed(steps) if p.name != "dense"]
     return {f"{p.algorithm} {f'{p.density:.2g}' if p.density < 1 else p.wire}": gain for p, gain in slowest_first}
 
 

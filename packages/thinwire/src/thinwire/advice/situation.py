@@ -28,11 +28,16 @@ TINY = 256
 
 
 class Step(NamedTuple):
-    """seconds: of a training step with this exchange, after the warm-up. mean: of a step over the whole training."""
+    """seconds: of a training step with this exchange, after the warm-up. mean: of a step over the whole training.
+
+    until: seconds until it is as good as dense gradients are at the end, for each step that these take until then; the
+    mean where it is not known to get there.
+    """
 
     prediction: Prediction
     seconds: float
-    mean: float
+    mean: float = 0.0
+    until: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Situation:
     shapes: of the trained parameters. work: a rank's own in the ways that select no entries, by name, see
     `measure_work`; those without are not predicted. stragglers: how late ranks are, for which `compute` has no time;
     None: nobody is. plain: the model that was given is not in DDP, so that ways of DDP alone are passed over.
+    data: "images" or "text", by whose trainings ways are judged, or "", by all.
     """
 
     numel: int
@@ -68,6 +74,7 @@ class Situation:
     paths: Paths | None = None
     stragglers: Stragglers | None = None
     plain: bool = False
+    data: str = ""
 
     @property
     def sends_updates(self) -> bool:
@@ -77,7 +84,7 @@ class Situation:
         """
         if self.optimizer == "muon":
             return False
-        hook = known("sgd", "gtopk", 0.01, "fp32", self.ranks, sends="gradients")
+        hook = known("sgd", "gtopk", 0.01, "fp32", self.ranks, sends="gradients", data=self.data)
         return self.optimizer != "sgd" or (hook is not None and hook.most > MOST_BEHIND)
 
     def known(self, p: Prediction) -> Known | None:
@@ -85,12 +92,12 @@ class Situation:
         if p.algorithm == "dense":
             return None
         if p.variant in BY_NAME:
-            return known(self.optimizer, p.variant, p.density, p.wire, self.ranks, sends="gradients")
+            return known(self.optimizer, p.variant, p.density, p.wire, self.ranks, sends="gradients", data=self.data)
         sends = "updates" if self.sends_updates else "gradients"
-        return known(self.optimizer, p.algorithm, p.density, p.wire, self.ranks, sends=sends)
+        return known(self.optimizer, p.algorithm, p.density, p.wire, self.ranks, sends=sends, data=self.data)
 
     def predictions(self) -> list[Step]:
-        """All exchanges, the fastest over a whole training first; of each only the variant with the fastest steps.
+        """All exchanges, the soonest as good as dense first; of each only the variant with the fastest steps.
 
         Wires are those on which merging was measured, and fp32; densities those of `handling`, not k/n. Nothing is
         selected for Muon, which would make noise of what a selection leaves out.
@@ -105,9 +112,9 @@ class Situation:
             p = replace(self._with_tiny(p), density=asked)
             key, seconds = (p.algorithm, asked, p.wire), self._seconds(p, asked)
             if key not in found or seconds < found[key].seconds:
-                found[key] = Step(p, seconds, 0.0)
+                found[key] = Step(p, seconds)
         steps = sorted([*found.values(), *self._others()], key=lambda step: step.seconds)
-        return sorted((step._replace(mean=self._mean(step)) for step in steps), key=lambda step: step.mean)
+        return sorted(map(self._over_a_training, steps), key=lambda step: step.until)
 
     def _others(self) -> list[Step]:
         """Ways that select no entries."""
@@ -115,7 +122,7 @@ class Situation:
         for way in WAYS:
             if way.name in self.work and self.optimizer in way.optimizers:
                 p = way.predict(self.shapes, size=self.ranks, link=self.link, work=self.work[way.name])
-                found.append(Step(p, self._of_way(way, p), 0.0))
+                found.append(Step(p, self._of_way(way, p)))
         return found
 
     def _of_way(self, way: Way, p: Prediction) -> float:
@@ -133,17 +140,23 @@ class Situation:
         """Seconds that late ranks add to a step of ranks that wait for all after every so many."""
         return self.stragglers.late(self.ranks, every=every) if self.stragglers else 0.0
 
-    def _mean(self, step: Step) -> float:
-        """Seconds of a step over the whole training, the recommended warm-up included; dense gradients have none."""
+    def _over_a_training(self, step: Step) -> Step:
+        mean, found = self._mean(step), self.known(step.prediction)
+        if found is None or found.most > MOST_BEHIND:
+            return step._replace(mean=mean, until=mean)
+        return step._replace(mean=mean, until=found.pace * self._mean(step, found.pace * found.dense))
+
+    def _mean(self, step: Step, until: float = 1.0) -> float:
+        """Seconds of a step in the first `until` of a training, the recommended warm-up included; dense has none."""
         p = step.prediction
         if p.algorithm not in ALGORITHMS or p.density == 1:
             way = BY_NAME.get(p.variant)
-            whole = way.dense_share if way else 0.0
+            whole = min(1.0, way.dense_share / until) if way else 0.0
             dense = self._seconds(self._sending(p, 1.0), 1.0) if whole else 0.0
             if way and way.every > 1 and not way.ddp_only:  # an exchange of its own after every step
                 dense = self.compute + way.every * p.seconds + self._late()
             return whole * dense + (1 - whole) * step.seconds
-        sent = shares(p.density).items()
+        sent = shares(p.density, until).items()
         return sum(share * self._seconds(self._sending(p, density), p.density) for density, share in sent)
 
     def _sending(self, like: Prediction, density: float) -> Prediction:
