@@ -4,7 +4,7 @@
 
 Measured by the functions that `advise` measures with, on one rank, for the training that the page shows: selecting in
 ns an element of the gradient, merging in ns an entry, by algorithm and wire; the work of ways that select nothing in ns
-an element, fixed and per rank. `advised` makes a record's advice.
+an element, fixed and per rank; and what the optimizer does around a selection. `advised` makes a record's advice.
 """
 
 import statistics
@@ -17,9 +17,10 @@ from communicators import as_communicator
 from sparse_collectives import WIRES
 from sparse_collectives.prediction import BACKWARD_SHARE, Handling, measure_handling
 from thinwire.advice import report
+from thinwire.advice.own_work import measure_around, measure_work
 from thinwire.advice.recommendation import recommend
-from thinwire.advice.situation import DENSITIES, LINKS, Situation
-from thinwire.advice.ways import BY_NAME, Work, assumed_shapes, measure_work
+from thinwire.advice.situation import DENSITIES, LINKS, Situation, with_around
+from thinwire.advice.ways import BY_NAME, Work, assumed_shapes
 
 from bench.record import asked, parser_of, record
 
@@ -28,7 +29,7 @@ PARAMETERS, RANKS, STEP_SECONDS = 25_000_000, 32, 0.25
 SHAPES = assumed_shapes(PARAMETERS)
 COLUMNS = ("density", "what", "ns")
 AGAINST = "nothing; `advise` adds the link's α and β"
-SELECTING, MERGING = "selecting", "merging"
+SELECTING, MERGING, AROUND = "selecting", "merging", "the optimizer around a selection"
 COMMAND = f"thinwire advise --parameters {PARAMETERS / 1e6:g}e6 --step-seconds {STEP_SECONDS:g}"
 LEFT_OUT = "…"
 
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] = ()) -> None:
         for name, work in measure_work(SHAPES, torch.device("cpu")).items():
             for part, seconds in work._asdict().items():
                 samples.setdefault((1.0, f"{name}, {part}"), []).append(1e9 * seconds)
+        around = measure_around(SHAPES, torch.device("cpu"), optimizer="sgd", density=DENSITIES[0])
+        samples.setdefault((DENSITIES[0], AROUND), []).append(1e9 * around)
         for density in DENSITIES:
             for what, seconds in _named(_measured(density)).items():
                 samples.setdefault((density, what), []).append(1e9 * seconds)
@@ -59,7 +62,9 @@ def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:
     costs: dict[float, dict[str, float]] = {}
     for row in rows:
         costs.setdefault(float(row["density"]), {})[str(row["what"])] = 1e-9 * float(row["ns"])
-    others = costs.pop(1.0)
+    others, around = costs.pop(1.0), costs[DENSITIES[0]].pop(AROUND)
+    handling = {density: _handling(named) for density, named in costs.items()}
+    handling = with_around(handling, max(0.0, around - handling[DENSITIES[0]].compress))
     work = {
         name: Work(*(others[f"{name}, {part}"] for part in Work._fields))
         for name in BY_NAME
@@ -74,7 +79,7 @@ def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:
         link=LINKS[link],
         link_name=link,
         pairs=None,
-        handling={density: _handling(named) for density, named in costs.items()},
+        handling=handling,
         shapes=SHAPES,
         work=work,
     )

@@ -25,7 +25,8 @@ from sparse_collectives import ALGORITHMS
 from sparse_collectives.prediction import Handling, measure_handling, measure_traffic, predict, slowest, step_seconds
 from sparse_compress import TopK
 from thinwire.advice.measuring import slowest_work
-from thinwire.advice.ways import BY_NAME, Way, measure_work
+from thinwire.advice.own_work import measure_work
+from thinwire.advice.ways import BY_NAME, Way
 from torch import nn
 
 from bench.real_ranks import found_by, tell

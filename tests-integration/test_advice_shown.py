@@ -24,6 +24,7 @@ def test_the_page_shows_what_the_command_prints(flags, shown, monkeypatch, capsy
     place = "thinwire.advice.measuring"
     monkeypatch.setattr("sparse_collectives.prediction.measure_handling", lambda comm, density, **_: handling[density])
     monkeypatch.setattr(f"{place}.measure_work", lambda shapes, device: recorded.work)
+    monkeypatch.setattr(f"{place}.measure_around", lambda shapes, device, **_: handling[0.01].compress)
     monkeypatch.setattr(f"{place}.share_taken", lambda comm: 0.0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(flags.split()) == 0

@@ -162,6 +162,7 @@ def test_what_takes_long_is_told_on_stderr(capsys):
         "measuring selecting and merging at density 0.01 (1 of 2)",
         "measuring selecting and merging at density 0.001 (2 of 2)",
         "measuring the work of the other ways",
+        "measuring the optimizer around a selection",
         "predicting steps of 100 ranks",
     ]
 

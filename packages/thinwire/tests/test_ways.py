@@ -6,7 +6,7 @@ import gc
 import itertools
 import time
 import warnings
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -22,14 +22,15 @@ from replicas import MuonAdamW, refuse_unlike
 from sparse_collectives import ALGORITHMS, Handling
 from sparse_collectives.prediction import step_seconds
 from thinwire.__main__ import main
-from thinwire.advice import accuracy, ways
-from thinwire.advice.measuring import Trained
+from thinwire.advice import accuracy, own_work
+from thinwire.advice.measuring import Trained, find_out
+from thinwire.advice.own_work import measure_around, measure_work
 from thinwire.advice.plan import KINDS, Plan
 from thinwire.advice.recommendation import OPTIMIZERS, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import Situation
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements, measure_work
+from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -198,9 +199,50 @@ def test_work_of_fragments_that_differ_is_their_mean(monkeypatch):
         def step(self):
             now[0] += next(seconds)
 
-    monkeypatch.setattr(ways, "_now", lambda device: now[0])
-    way = replace(BY_NAME["streaming-diloco sync_every=32"], make=lambda *_, **__: Streams())
-    assert ways._seconds(way, [torch.Size((2, 3))], CPU, 1) == 3.0
+    monkeypatch.setattr(own_work, "_now", lambda device: now[0])
+    assert own_work._seconds(lambda *_, **__: Streams(), [torch.Size((2, 3))], CPU, 1, fragments=4) == 3.0
+
+
+def test_a_selection_takes_what_the_optimizer_does_around_it(monkeypatch):
+    """Look-ahead, buckets, corrections: more than the selection; where updates are sent, as the advice says then."""
+    now, asked = [0.0], {}
+
+    class Takes:
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        @contextmanager
+        def ahead(self):
+            now[0] += 1.0
+            yield
+
+        def step(self):
+            now[0] += self.seconds
+
+    def for_model(inner, model, *, comm, density):
+        asked.update(inner=inner.seconds, ranks=comm.size, density=density(0))
+        return Takes(7.0)
+
+    monkeypatch.setattr(own_work, "_now", lambda device: now[0])
+    monkeypatch.setattr(own_work.UpdateOptimizer, "for_model", for_model)
+    monkeypatch.setitem(own_work.INNER, "adamw", lambda parameters: Takes(3.0))
+    shapes = [torch.Size((2, 3)), torch.Size((4,))]
+    assert measure_around(shapes, CPU, optimizer="adamw", density=0.01) == pytest.approx((8.0 - 4.0) / 10)
+    assert asked == {"inner": 3.0, "ranks": 1, "density": 0.01}
+
+    handling = {density: Handling(0.1, {"oktopk": 0.3}, {"gtopk": 0.0}) for density in (0.01, 0.001)}
+    monkeypatch.setattr("sparse_collectives.prediction.measure_handling", lambda comm, density, **_: handling[density])
+    monkeypatch.setattr("thinwire.advice.measuring.measure_work", lambda shapes, device: {})
+    monkeypatch.setattr("thinwire.advice.measuring.share_taken", lambda comm: 0.0)
+    given = {"device": CPU, "ranks": 2, "densities": (0.01, 0.001), "link": Link(1e-3, 1e-8), "link_name": "given"}
+    trained = Trained.of(shapes, 0.1)
+    monkeypatch.setattr(Situation, "sends_updates", True)
+    found = find_out(trained, Alone(), print, **given, overlap=False, optimizer="adamw").handling
+    for own in found.values():
+        assert own.compress == pytest.approx(0.4)
+        assert own.prescribed == {"oktopk": pytest.approx(0.6)}
+    monkeypatch.setattr(Situation, "sends_updates", False)
+    assert find_out(trained, Alone(), print, **given, overlap=False, optimizer="sgd").handling == handling
 
 
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1 << 20, 25_000_000])

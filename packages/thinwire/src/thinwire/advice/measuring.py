@@ -11,6 +11,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,9 +21,10 @@ import torch.distributed as dist
 from communicators import Alone, Communicator, Link, allgather, as_communicator, barrier, measure_link, measure_paths
 from sparse_collectives import WIRES, prediction
 
-from thinwire.advice.situation import LINKS, TINY, Situation
+from thinwire.advice.own_work import measure_around, measure_work
+from thinwire.advice.situation import LINKS, TINY, Situation, with_around
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import Shapes, Work, assumed_shapes, elements, measure_work
+from thinwire.advice.ways import Shapes, Work, assumed_shapes, elements
 
 T = TypeVar("T")
 Loss = Callable[[], torch.Tensor]
@@ -140,7 +142,7 @@ def find_out(
         say(f"measuring the link between {comm.size} ranks")
         network = {"link": prediction.measure_traffic(comm), "link_name": "measured", "pairs": measure_link(comm)}
         network["paths"] = measure_paths(comm, nbytes=PATH_BYTES, repeats=1)
-    return Situation(
+    found = Situation(
         numel,
         ranks,
         device.type,
@@ -155,6 +157,16 @@ def find_out(
         **network,
         **asked,
     )
+    return _with_all_around(found, comm, say) if handling and found.sends_updates else found
+
+
+def _with_all_around(found: Situation, comm: Communicator, say: Callable[[str], None]) -> Situation:
+    """The situation, in which selecting takes what it does inside the optimizer that is advised. Collective."""
+    say("measuring the optimizer around a selection")
+    density, own = next(iter(found.handling.items()))
+    asked: dict[str, Any] = {"optimizer": found.optimizer, "density": density}
+    [seconds] = prediction.slowest([measure_around(found.shapes, torch.device(found.device), **asked)], comm)
+    return replace(found, handling=with_around(found.handling, max(0.0, seconds - own.compress)))
 
 
 def _of_all(own: Sequence[float], comm: Communicator) -> list[list[float]]:

@@ -162,11 +162,12 @@ def _premises(situation: Situation) -> str:
     if late := situation.stragglers:
         mean, waited = map(prediction.milliseconds, (late.mean(situation.ranks), late.late(situation.ranks)))
         lines.append(f"a rank is late by {mean} ms a step in the mean, the last of all by {waited} ms")
+    around = " and the optimizer around it" if situation.sends_updates else ""
     for density, own in situation.handling.items():
         merge = [1e9 * own.merge[name] for name in ALGORITHMS if name in own.merge]
         lines.append(
-            f"measured on this {situation.device}, at density {density:g}: selecting {1e9 * own.compress:.3g} ns an "
-            f"element, merging {min(merge):.3g} to {max(merge):.3g} ns an entry"
+            f"measured on this {situation.device}, at density {density:g}: selecting{around} {1e9 * own.compress:.3g} ns "
+            f"an element, merging {min(merge):.3g} to {max(merge):.3g} ns an entry"
         )
     return "\n".join(lines)
 

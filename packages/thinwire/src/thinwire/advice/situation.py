@@ -27,6 +27,17 @@ TINY = 256
 """Elements: tensors of fewer are summed whole where updates are sent, as the advice is (`dense_below`)."""
 
 
+def with_around(handling: Mapping[float, Handling], seconds: float) -> dict[float, Handling]:
+    """The costs, with so many seconds more for an element of every selection."""
+    return {
+        density: own._replace(
+            compress=own.compress + seconds,
+            prescribed={name: each + seconds for name, each in own.prescribed.items()},
+        )
+        for density, own in handling.items()
+    }
+
+
 class Step(NamedTuple):
     """seconds: of a training step with this exchange, after the warm-up. mean: of a step over the whole training.
 

@@ -8,16 +8,14 @@ of torch's own ways are reckoned in the messages of ours.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from communicators import Communicator, Link, SimulatedWorld
+from communicators import Link
 from data_parallel import DistributedOptimizer, SparseHookState, powersgd_sent
 from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo
 from partial_collectives import EagerSGD
@@ -41,10 +39,6 @@ FIRST_BUCKET = 1 << 20
 """Bytes of DDP's first bucket, where it was given no size."""
 SIDE = 1024
 """Parameters of which no shapes are known are taken for matrices of so many rows and columns."""
-MOST_ELEMENTS = 1 << 20
-"""Work is measured on at most so many elements."""
-MEASURED_RANKS = (2, 4)
-WARMED, REPEATS = 2, 3
 
 
 class Work(NamedTuple):
@@ -358,74 +352,3 @@ def assumed_shapes(numel: int) -> tuple[torch.Size, ...]:
     matrices, left = divmod(numel, SIDE * SIDE)
     rest = torch.Size((left // SIDE, SIDE)), torch.Size((left % SIDE,))
     return (*[torch.Size((SIDE, SIDE))] * matrices, *(shape for shape in rest if shape.numel()))
-
-
-def measure_work(shapes: Shapes, device: torch.device) -> dict[str, Work]:
-    """Work of one rank in one exchange of each way, by name, measured in simulated worlds on this device.
-
-    shapes: of the trained parameters; as many of them are taken as are within `MOST_ELEMENTS`, at least one.
-    """
-    few, found = list(_few(shapes)), {}
-    numel, without = elements(few), _seconds(None, few, device, 1)
-    measured: dict[Any, Work] = {}  # of ways whose exchange is the same
-    for way in WAYS:
-        same = (
-            way.algorithm.removeprefix("torch-"),
-            *((key, value) for key, value in way.options.items() if key != "sync_every"),
-        )
-        if same not in measured:
-            seconds = [max(0.0, _seconds(way, few, device, ranks) - without) / numel for ranks in MEASURED_RANKS]
-            measured[same] = _work(seconds) if way.gathers else Work(statistics.mean(seconds))
-        found[way.name] = measured[same]
-    return found
-
-
-def _work(seconds: Sequence[float]) -> Work:
-    """Work that grows with the ranks, from that on `MEASURED_RANKS`."""
-    (few, many), (small, large) = MEASURED_RANKS, seconds
-    per_rank = max(0.0, (large - small) / (many - few))
-    return Work(max(0.0, small - per_rank * few), per_rank)
-
-
-def _few(shapes: Shapes) -> Iterator[torch.Size]:
-    """The first that are within the limit together; of a larger one alone, as many rows or elements as are."""
-    taken = 0
-    for shape in sorted(shapes, key=torch.Size.numel, reverse=True):
-        if taken + shape.numel() <= MOST_ELEMENTS:
-            taken += shape.numel()
-            yield shape
-        elif not taken:
-            inner = shape.numel() // shape[0]
-            cut = torch.Size((MOST_ELEMENTS // inner, *shape[1:]) if inner <= MOST_ELEMENTS else (MOST_ELEMENTS,))
-            taken += cut.numel()
-            yield cut
-
-
-def _seconds(way: Way | None, shapes: Shapes, device: torch.device, ranks: int) -> float:
-    """Seconds of a rank in a step with one exchange, the least of several: simulated ranks take turns on one core."""
-    fragments = 1 if way is None else way.fragments
-
-    def steps(comm: Communicator) -> list[float]:
-        model = nn.ParameterList(nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
-        if way is not None:
-            optimizer = way.make(optimizer, model, comm, steps=0, every=1)
-        exchange, times = getattr(optimizer, "average", lambda: None), []
-        for p in model:
-            p.grad = torch.randn_like(p)
-        for _ in range(WARMED + REPEATS):
-            begin = _now(device)
-            for _ in range(fragments):  # which differ in size
-                optimizer.step()
-                exchange()
-            times.append((_now(device) - begin) / fragments)
-        getattr(optimizer, "finish", lambda: None)()
-        return times[WARMED:]
-
-    return min(SimulatedWorld(ranks).run(steps)[0]) / (ranks if way else 1)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
