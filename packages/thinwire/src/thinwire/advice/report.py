@@ -166,8 +166,8 @@ def _premises(situation: Situation) -> str:
     for density, own in situation.handling.items():
         merge = [1e9 * own.merge[name] for name in ALGORITHMS if name in own.merge]
         lines.append(
-            f"measured on this {situation.device}, at density {density:g}: selecting{around} {1e9 * own.compress:.3g} ns "
-            f"an element, merging {min(merge):.3g} to {max(merge):.3g} ns an entry"
+            f"measured on this {situation.device}, at density {density:g}: selecting{around} "
+            f"{1e9 * own.compress:.3g} ns an element, merging {min(merge):.3g} to {max(merge):.3g} ns an entry"
         )
     return "\n".join(lines)
 
