@@ -13,6 +13,7 @@ begin with "torch" are torch's own, on real ranks: see `torch_hooks`; those of `
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -133,12 +134,12 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _until(row: dict[str, Any], seeds: Sequence[dict[str, Any]], dense: Sequence[float]) -> float | None:
-    """Share of the steps after which the median seed is as good as dense at the end, 1 at most. dense: its scores."""
+    """Share of the steps after which the median seed is as good as dense at the end, None: never. dense: its scores."""
     if not dense:
         return None
     goal, text = goal_of(row["task"], dense), TASKS[row["task"]].text
     steps = statistics.median(steps_until(one["curve"], goal, text=text) for one in seeds)
-    return min(1.0, steps / int(row["steps"]))
+    return None if steps == math.inf else steps / int(row["steps"])
 
 
 def _sent(seeds: Sequence[dict[str, Any]]) -> dict[str, float]:

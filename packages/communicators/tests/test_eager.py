@@ -119,6 +119,41 @@ def test_a_sender_that_runs_ahead_is_held_back_until_a_message_is_asked_for(grou
         assert torch.equal(received(other, ROOM_BYTES, tag), body(ROOM_BYTES, tag))
 
 
+def test_what_nobody_wants_any_more_takes_no_room(groups):
+    """Messages of calls that were given up, and of such that were never asked for: later ones are early as before."""
+    one, other = map(EagerMessages, groups)
+    one.send(body(3, 1), 1, 1, bounded=False)
+    received(other, 3, 1)
+    given_up = {tag: other.receive(torch.zeros(5, dtype=torch.uint8), 0, tag, bounded=False) for tag in range(2, 9)}
+    for arrival in given_up.values():
+        other.cancel({0: arrival})
+    inbox = other._inboxes[0]
+    for tag in given_up:
+        one.send(body(5, tag), 1, tag, bounded=False)
+    assert in_time(lambda: not inbox._unwanted)
+    assert not inbox._early
+    assert len(inbox._free) <= ROOMS
+    assert not any(arrival.done for arrival in given_up.values())
+    for tag in range(10, 10 + ROOMS):  # of which nobody knows
+        one.send(body(5, tag), 1, tag, bounded=False)
+    assert in_time(lambda: len(inbox._early) == ROOMS)
+    one.send(body(5, 20), 1, 20, bounded=False)
+    assert torch.equal(received(other, 5, 20), body(5, 20))
+    assert len(inbox._posted) >= ROOMS - 1
+    [wait] = one.send(body(5, 21), 1, 21, bounded=False)
+    assert in_time(lambda: wait.done and len(inbox._early) == ROOMS + 1)
+
+
+def test_calls_whose_tags_are_alike_are_told_apart(groups):
+    one, other = map(EagerMessages, groups)
+    for call in (1, 2):
+        one.send(body(4, call), 1, 7, call=call, bounded=False)
+    memories = {call: torch.zeros(4, dtype=torch.uint8) for call in (2, 1)}
+    arrivals = [other.receive(memory, 0, 7, call=call, bounded=False) for call, memory in memories.items()]
+    assert in_time(lambda: all(arrival.done for arrival in arrivals))
+    assert all(torch.equal(memory, body(4, call)) for call, memory in memories.items())
+
+
 def test_a_peer_that_is_gone_is_said(groups):
     """What had come before is there nevertheless."""
     one, other = map(EagerMessages, groups)

@@ -73,7 +73,7 @@ def test_1gbit_something_helps(capsys):
 def test_json(capsys):
     found = advice(capsys, "--link", "10gbit", "--ranks", "14", "--density", "0.01", "0.001", "0.01")
     numbers = ("nbytes", "rounds", "compression_seconds", "network_seconds", "merging_seconds", "step_seconds")
-    speeds = ("mean_step_seconds", "seconds_until_as_good", "speedup", "speedup_after_warm_up")
+    speeds = ("mean_step_seconds", "steps_until_as_good", "speedup", "speedup_after_warm_up")
     assert set(found) == {
         *("parameters", "ranks", "device", "compute_seconds", "overlapped_seconds", "link", "pairs", "handling"),
         *("optimizer", "predictions", "recommendation", "taken_by_others", "warning", "seconds_per_byte", "unequal"),
@@ -82,8 +82,8 @@ def test_json(capsys):
     assert (found["parameters"], found["ranks"], found["pairs"]) == (25_000_000, 14, None)
     assert found["link"] == {"name": "10gbit", "alpha": 30e-6, "beta": 0.8e-9}
     assert [own["density"] for own in found["handling"]] == [0.01, 0.001]
-    steps = [p["seconds_until_as_good"] for p in found["predictions"]]
-    assert steps == sorted(steps)
+    speedups = [p["speedup"] for p in found["predictions"]]
+    assert speedups == sorted(speedups, reverse=True)
     for prediction in found["predictions"]:
         assert set(prediction) == {"algorithm", "options", "density", "wire", "accuracy", *speeds, *numbers}
     [dense] = [p for p in found["predictions"] if (p["algorithm"], p["wire"]) == ("dense", "fp32")]

@@ -219,10 +219,10 @@ def test_a_speed_up_is_that_of_the_whole_training_of_the_advised_lines(optimizer
         learns, until = known(optimizer, name, target, "fp32", 8, sends="updates"), mean
         if not found.sends_updates:
             learns = known(optimizer, name, target, "fp32", 8, sends="gradients")
-        if learns is not None and learns.most <= 1:
+        if learns is not None and learns.most <= 1 and learns.pace:
             first = round(learns.pace * learns.dense * steps)  # in which the warm-up counts for more
             until = learns.pace * sum(seconds[warm_up(step)] for step in range(first)) / first
-        assert one["seconds_until_as_good"] == pytest.approx(until)
+        assert one["steps_until_as_good"] == (learns and learns.pace)
         assert one["speedup"] == pytest.approx(dense / until)
         assert one["speedup_after_warm_up"] == pytest.approx(dense / seconds[target])
     recommended = recommend(found)
@@ -253,19 +253,17 @@ def test_nothing_is_advised_unasked_that_is_known_to_lose(situation_of_few, data
         patched.setattr(Situation, "sends_updates", optimizer != "sgd")
         taken = recommend(found)
     dense = next(s.until for s in steps if s.prediction.name == "dense")
-    [(p, _, _, mean)] = [s for s in steps if named(s.prediction) == named(taken.step.prediction)]
+    [(p, _, mean, until)] = [s for s in steps if named(s.prediction) == named(taken.step.prediction)]
     well = [s for s in steps if lost(s.prediction) is not None and lost(s.prediction) <= 1]
     if not chosen:
         assert lost(p) is None or lost(p) <= 1
         if dense / well[0].until >= 1.1:
             assert lost(p) is not None
-            assert mean <= 1.05 * well[0].until
+            assert until <= 1.05 * well[0].until
     if taken.rule != "not worthwhile":
-        assert dense / mean >= 1.04
+        assert dense / until >= 1.04
         for level in ("unknown", "lost"):
-            passed = [
-                s for s in steps if s.until < mean / 1.05 and (lost(s.prediction) is None) == (level == "unknown")
-            ]
+            passed = [s for s in steps if s.mean < mean / 1.05 and (lost(s.prediction) is None) == (level == "unknown")]
             said = "was not measured" if level == "unknown" else "points behind dense"
             bad = [s for s in passed if level == "unknown" or lost(s.prediction) > 1]
             assert not bad or said in taken.reason
@@ -339,6 +337,16 @@ def test_ways_are_judged_by_trainings_on_the_same_data(monkeypatch):
         assert recommend(found).step.prediction.algorithm == way
         assert json.loads(as_json(found))["data"] == data
         assert (f"judged by small trainings on {data}" in as_text(found)) == bool(data)
+    assert "judged by small trainings on all data: none on audio with sgd is on record" in as_text(
+        situation(data="audio")
+    )
+    for row in (row for of in rows.values() for row in of if row["task"] == "vit"):
+        row["until"] = None  # within a point in the mean, but its median seed never got there
+    found = situation(data="images", handling={0.01: Handling(0.0, {}, {"gtopk": 0.0})})
+    assert known("sgd", "gtopk", 0.01, "fp32", 8, data="images").pace is None
+    assert recommend(found).step.prediction.algorithm == "dense"
+    assert "it ended up to 0.2 points behind dense on 8 ranks" in recommend(found).reason
+    assert "never" in as_text(found)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +354,9 @@ def test_ways_are_judged_by_trainings_on_the_same_data(monkeypatch):
     [
         ([torch.nn.Linear(3, 3)], ""),
         ([torch.nn.Conv2d(1, 1, 3), torch.nn.Linear(3, 3)], "images"),
-        ([torch.nn.Conv2d(1, 1, 3), torch.nn.Embedding(3, 3)], "text"),
+        ([torch.nn.Linear(3, 3), torch.nn.Embedding(3, 3)], "text"),
+        ([torch.nn.Conv2d(1, 1, 3), torch.nn.Embedding(3, 3)], ""),
+        ([torch.nn.EmbeddingBag(3, 3)], ""),
     ],
 )
 def test_a_model_s_layers_say_what_its_data_are(layers, data):

@@ -66,9 +66,10 @@ def measure_link(
 ) -> Link:
     """α (seconds per message) and β (seconds per byte) of the slowest pair, the same on every rank.
 
-    Neighbours 2i and 2i + 1 play ping-pong, all pairs at once, with the smallest message and with a large one, which
-    grows up to 16 nbytes until it takes twice as long everywhere: latency, or others on the machine, would hide β,
-    which is 0 where even that does not show it. Collective. One rank alone has a link that costs nothing.
+    Neighbours 2i and 2i + 1 play ping-pong, all pairs at once: α is of the smallest message, β of a large one and a
+    quarter of it, both of which may wait for the receiver's word. These grow up to 16 nbytes until the large one takes
+    twice as long everywhere: latency, or others on the machine, would hide β, which is 0 where even that does not show
+    it. Collective. One rank alone has a link that costs nothing.
 
     Args:
         comm: See `as_communicator`; all ranks call.
@@ -87,10 +88,12 @@ def measure_link(
         return Link(0.0, 0.0)
     measure, most = seconds or (lambda body: _one_way_seconds(comm, body, repeats)), 16 * nbytes
     while True:
-        times = torch.tensor([measure(0), measure(nbytes - SLOT_BYTES)], dtype=torch.float64, device=comm.device)
-        small, large = torch.stack(allgather(times, comm)).unbind(dim=1)
-        if nbytes >= most or bool((large >= 2 * small).all()):
-            beta = ((large - small) / (nbytes - SLOT_BYTES)).clamp(min=0)
+        part = max(SLOT_BYTES, nbytes // 4)
+        seen = [measure(0), *(measure(size - SLOT_BYTES) for size in (part, nbytes))]
+        times = torch.tensor(seen, dtype=torch.float64, device=comm.device)
+        small, quarter, large = torch.stack(allgather(times, comm)).unbind(dim=1)
+        if nbytes >= most or bool((large >= 2 * quarter).all()):
+            beta = ((large - quarter) / (nbytes - part)).clamp(min=0)
             alpha = (small - beta * SLOT_BYTES).clamp(min=0)
             return Link(float(alpha.max()), float(beta.max()))
         nbytes *= 4

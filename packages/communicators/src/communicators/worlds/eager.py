@@ -2,7 +2,7 @@
 
 gloo holds a message back until it knows that its receiver has posted room for it. Between ranks that post at the same
 time, that word costs as much as the message: a round takes 2α. Rooms that are posted before they are asked for make it
-one α. What is longer than a room goes as gloo does it: its bytes take longer than the word.
+one α. What is longer than a room takes gloo's 2α, or 3α where its receiver does not know the length.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,34 +33,46 @@ class EagerMessages:
         self._data = data
         self._inboxes: dict[int, _Inbox] = {}
 
-    def send(self, memory: Tensor, peer: int, tag: int, *, bounded: bool) -> list[Wait]:
-        """Posts a message. bounded: its receiver, who does not know the length, gets what is beyond a room later."""
+    def send(self, memory: Tensor, peer: int, tag: int, *, call: int = 0, bounded: bool) -> list[Wait]:
+        """Posts a message. call: its number, since tags of two may be alike.
+
+        bounded: its receiver, who does not know the length, gets what is beyond a room later.
+        """
         nbytes = memory.numel()
         if nbytes > ROOM_BYTES and not bounded:
             return [self._data.post("send", memory, peer, tag, spread=True)]
         framed = torch.empty(_HEAD.size + min(nbytes, ROOM_BYTES), dtype=torch.uint8)
-        framed.numpy()[: _HEAD.size] = bytearray(_HEAD.pack(tag, nbytes))
-        framed[_HEAD.size :] = memory[:ROOM_BYTES]
+        body = framed.numpy()  # copied by NumPy: torch would start threads of OpenMP for each of ours
+        body[: _HEAD.size] = bytearray(_HEAD.pack(call << 32 | tag, nbytes))
+        body[_HEAD.size :] = memory.numpy()[:ROOM_BYTES]
         waits = [self._data.post("send", framed, peer, EAGER_TAG)]
         if nbytes > ROOM_BYTES:
             waits.append(self._data.post("send", memory[ROOM_BYTES:], peer, tag))
         return waits
 
-    def receive(self, memory: Tensor, peer: int, tag: int, *, bounded: bool) -> Arrival:
+    def receive(self, memory: Tensor, peer: int, tag: int, *, call: int = 0, bounded: bool) -> Arrival:
         """Posts room for a message of this tag."""
         if memory.numel() > ROOM_BYTES and not bounded:
             return Arrival(memory, self._data.post("recv", memory, peer, tag, spread=True))
         if peer not in self._inboxes:
             self._inboxes[peer] = _Inbox(self._data, peer)
-        return self._inboxes[peer].receive(memory, tag)
+        return self._inboxes[peer].receive(Arrival(memory, tag=tag, key=call << 32 | tag))
+
+    def cancel(self, arrivals: Mapping[int, Arrival]) -> None:
+        """Lets go of messages that may never come, by peer; those that do are dropped."""
+        for peer, arrival in arrivals.items():
+            if not arrival.done and peer in self._inboxes:
+                self._inboxes[peer].cancel(arrival)
 
 
 @dataclass(eq=False)
 class Arrival:
-    """Message that is expected. wait: for its bytes beyond a room, or all of them."""
+    """Message that is expected. wait: for its bytes beyond a room, or all of them. key: that of its head."""
 
     memory: Tensor
     wait: Wait | None = None
+    tag: int = 0
+    key: int = 0
     failure: BaseException | None = None
 
     @property
@@ -75,7 +88,7 @@ class _Inbox:
     """Rooms for one peer's messages, which come in any order of tags; a thread waits for the room that is filled next.
 
     As many are posted as are not held by messages that nobody has asked for yet: so a peer that runs ahead is held
-    back. While one is asked for there is always one posted, or it could wait behind those for ever.
+    back. While one is asked for all are posted, or it could wait behind those for ever.
     """
 
     def __init__(self, data: GlooGroup, peer: int) -> None:
@@ -84,16 +97,16 @@ class _Inbox:
         self._free: list[Tensor] = []
         self._early: dict[int, Tensor] = {}
         self._asked: dict[int, Arrival] = {}
+        self._unwanted: set[int] = set()
         self._waiting: Wait | None = None
         self._failure: BaseException | None = None
 
-    def receive(self, memory: Tensor, tag: int) -> Arrival:
-        arrival = Arrival(memory)
+    def receive(self, arrival: Arrival) -> Arrival:
         with self._lock:
-            if tag in self._early:
-                self._deliver(self._early.pop(tag), arrival, tag)
+            if arrival.key in self._early:
+                self._deliver(self._early.pop(arrival.key), arrival)
             else:
-                self._asked[tag] = arrival
+                self._asked[arrival.key] = arrival
             self._post_rooms()
             if self._waiting is None and (wait := self._next()) is not None:
                 self._data.waiters.begin(wait)
@@ -101,9 +114,14 @@ class _Inbox:
             self._data.waiters.tell()
         return arrival
 
+    def cancel(self, arrival: Arrival) -> None:
+        with self._lock:
+            if self._asked.pop(arrival.key, None) is not None:
+                self._unwanted.add(arrival.key)
+
     def _post_rooms(self) -> None:
         """Posts as many as are missing; where none can be, all that is asked for has failed."""
-        wanted = max(ROOMS - len(self._early), min(1, len(self._asked)))
+        wanted = ROOMS if self._asked else ROOMS - len(self._early)
         try:
             while len(self._posted) < wanted and self._failure is None:
                 room = self._free.pop() if self._free else torch.empty(_HEAD.size + ROOM_BYTES, dtype=torch.uint8)
@@ -128,21 +146,36 @@ class _Inbox:
                 self._failure = self._waiting.error
                 self._posted.clear()
             else:
-                tag, _ = _HEAD.unpack_from(room.numpy().data)
-                if (arrival := self._asked.pop(tag, None)) is not None:
-                    self._deliver(room, arrival, tag)
-                else:
-                    self._early[tag] = room
+                try:
+                    self._sort(room)
+                except Exception as error:  # else all that is asked for would wait for ever
+                    self._failure = error.with_traceback(None)
+                    self._posted.clear()
             self._post_rooms()
             return self._next()
 
-    def _deliver(self, room: Tensor, arrival: Arrival, tag: int) -> None:
+    def _sort(self, room: Tensor) -> None:
+        """Delivers what was asked for, keeps what is early, and drops what nobody wants any more."""
+        key, _ = _HEAD.unpack_from(room.numpy().data)
+        if (arrival := self._asked.pop(key, None)) is not None:
+            self._deliver(room, arrival)
+        elif key in self._unwanted:
+            self._unwanted.discard(key)
+            self._let_go(room)
+        else:
+            self._early[key] = room
+
+    def _deliver(self, room: Tensor, arrival: Arrival) -> None:
         """Copies a message to where it was asked for, as far as it fits; what is beyond a room comes by itself."""
         _, nbytes = _HEAD.unpack_from(room.numpy().data)
-        here, size = room[_HEAD.size :][:nbytes], len(arrival.memory)
-        arrival.memory[: len(here)] = here[:size]
-        if ROOM_BYTES < nbytes <= size:
-            arrival.wait = self._data.post("recv", arrival.memory[ROOM_BYTES:nbytes], self._peer, tag)
+        here, there = room.numpy()[_HEAD.size :][:nbytes], arrival.memory.numpy()
+        there[: len(here)] = here[: len(there)]
+        if ROOM_BYTES < nbytes <= len(there):
+            arrival.wait = self._data.post("recv", arrival.memory[ROOM_BYTES:nbytes], self._peer, arrival.tag)
         else:
             arrival.wait = Wait(None, done=True)
-        self._free.append(room)
+        self._let_go(room)
+
+    def _let_go(self, room: Tensor) -> None:
+        if len(self._free) < ROOMS:
+            self._free.append(room)

@@ -73,16 +73,19 @@ class GlooTransport(Transport):
         pinned, bounded = device.type == "cuda", action.bounded
         buffers = {peer: Payload.on_host(nbytes, pinned=pinned) for peer, nbytes in action.recvs.items()}
         receives = {
-            peer: self._messages.receive(buffer.memory, peer, call.tag(peer, call.heard), bounded=bounded)
+            peer: self._messages.receive(
+                buffer.memory, peer, call.tag(peer, call.heard), call=call.number, bounded=bounded
+            )
             for peer, buffer in buffers.items()
         }
         sends: list[tuple[int, Wait]] = []
         for peer, payload in action.sends.items():
             staged = payload.to_host()
             call.stamp(staged)
-            waits = self._messages.send(staged.memory, peer, call.tag(peer, call.sent), bounded=bounded)
+            tag = call.tag(peer, call.sent)
+            waits = self._messages.send(staged.memory, peer, tag, call=call.number, bounded=bounded)
             sends.extend((peer, wait) for wait in waits)
-        return _PendingRound(call, device, buffers, receives, sends)
+        return _PendingRound(call, device, buffers, receives, sends, self._messages)
 
     def duplicate(self, patience: float) -> Transport:
         return self._another(GlooTransport, patience)
@@ -146,15 +149,17 @@ class _PendingRound(Pending):
     buffers: dict[int, Payload]
     receives: dict[int, Arrival]
     sends: list[tuple[int, Wait]]
+    messages: EagerMessages
 
     def come(self) -> list[int]:
         return [peer for peer, wait in self.receives.items() if wait.done]
 
     def arrived(self) -> bool:
+        over = all(wait.done for wait in self.receives.values())  # before errors, which another thread may set
         for peer, wait in self._waits():
             if wait.error is not None:
                 raise PeerLost(peer, wait.error)
-        return all(wait.done for wait in self.receives.values())
+        return over
 
     def done(self) -> bool:
         return self.arrived() and all(wait.done for _, wait in self.sends)
@@ -170,7 +175,8 @@ class _PendingRound(Pending):
         return [*self.receives.items(), *self.sends]
 
     def cancel(self) -> None:
-        """Leaves them to the group's end: to give one up would end connections of control messages."""
+        """Leaves them to the group's end, as to give one up would end connections; drops what comes yet in a room."""
+        self.messages.cancel(self.receives)
 
 
 class Mailbox(SignalLine):

@@ -28,7 +28,7 @@ class Known(NamedTuple):
     least, most: over the tasks, points of accuracy behind dense (for text: percent of perplexity), means of seeds.
     tasks: their names. seeds: of the task with the fewest. ranks: number of ranks that trained each task. until, dense:
     share of a training's steps after which it is as good as dense at the end, less a point (of text: 1 % of the loss),
-    and after which dense is; means of the tasks.
+    and after which dense is; means of the tasks, None if on any of them it never is.
     """
 
     least: float
@@ -36,13 +36,13 @@ class Known(NamedTuple):
     tasks: tuple[str, ...]
     seeds: int
     ranks: tuple[int, ...]
-    until: float = 1.0
+    until: float | None = 1.0
     dense: float = 1.0
 
     @property
-    def pace(self) -> float:
+    def pace(self) -> float | None:
         """Steps until then for each one of dense. At least 1: a way is taken for its bytes, not for how it learns."""
-        return max(1.0, self.until / self.dense)
+        return None if self.until is None else max(1.0, self.until / self.dense)
 
 
 def known(
@@ -57,7 +57,7 @@ def known(
     wait as many steps in a short training, which is a larger share of it.
     """
     by_task: dict[str, list[Row]] = {}
-    everything = not any((row["optimizer"], row["data"]) == (optimizer, data) for row in chain(*_record().values()))
+    everything = not tried(optimizer, data)
     for row in _record().get((optimizer, algorithm, density, wire, sends), []):
         if everything or row["data"] == data:
             by_task.setdefault(row["task"], []).append(row)
@@ -68,8 +68,14 @@ def known(
         for rows in by_task.values()
     ]
     behind, seeds = [row["behind"] for row in taken], min(row["seeds"] for row in taken)
-    until, dense = (statistics.mean(row[name] for row in taken) for name in ("until", "dense_until"))
+    dense, shares_until = statistics.mean(row["dense_until"] for row in taken), [row["until"] for row in taken]
+    until = None if None in shares_until else statistics.mean(shares_until)
     return Known(min(behind), max(behind), tuple(by_task), seeds, tuple(row["ranks"] for row in taken), until, dense)
+
+
+def tried(optimizer: str, data: str) -> bool:
+    """Whether any exchange was tried with that optimizer on such data."""
+    return any((row["optimizer"], row["data"]) == (optimizer, data) for row in chain(*_record().values()))
 
 
 def in_a_column(found: Known | None) -> str:

@@ -23,7 +23,6 @@ from typing import Any
 
 from communicators import Communicator, Link
 
-from thinwire.advice.accuracy import DATA
 from thinwire.advice.measuring import NoAdvice, Trained, device_of, find_out, join, measured_model, on_every_rank
 from thinwire.advice.recommendation import OPTIMIZERS
 from thinwire.advice.report import as_json, as_text, check_plot, plot
@@ -31,6 +30,7 @@ from thinwire.advice.situation import DENSITIES, LINKS, Situation
 from thinwire.advice.stragglers import Stragglers
 
 MOST_DENSITIES = 16
+DATA = ("images", "text", "all")
 COMMAND = "thinwire advise"
 Units = Mapping[str, float]
 Parsed = Callable[[str], float]
@@ -86,7 +86,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--step-seconds": {"type": STEP_SECONDS, "metavar": "T", "help": "of a step on one rank, without communication"},
     "--optimizer": {"choices": OPTIMIZERS, "default": "sgd", "help": "yours; the advice depends on it (default: sgd)"},
     "--data": {
-        "choices": DATA[:2],
+        "choices": DATA,
         "help": "judge ways by trainings on it (default: by the layers of --model, or all)",
     },
     "--density": {
@@ -218,7 +218,7 @@ def _situation(flags: argparse.Namespace, comm: Communicator, say: Callable[[str
         stragglers=flags.late,
         optimizer=flags.optimizer,
         chosen=flags.chosen,
-        data=flags.data or trained.data,
+        data=trained.data if flags.data is None else flags.data.replace("all", ""),
     )
 
 

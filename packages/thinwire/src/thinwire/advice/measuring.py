@@ -221,11 +221,10 @@ def measured_model(name: str, comm: Communicator, device: torch.device, *, late:
 
 
 def data_of(model: torch.nn.Module) -> str:
-    """Data that a model is trained on, by its layers: "text", "images", or "" where they do not say."""
-    modules = list(model.modules())
-    if any(isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) for module in modules):
-        return "text"
-    return "images" if any(isinstance(module, torch.nn.Conv2d) for module in modules) else ""
+    """Data that a model is trained on, by its layers: "text", "images", or "" where they do not say, or say both."""
+    layers = {"text": torch.nn.Embedding, "images": torch.nn.Conv2d}
+    said = [data for data, layer in layers.items() if any(isinstance(module, layer) for module in model.modules())]
+    return said[0] if len(said) == 1 else ""
 
 
 def other_dtype(model: torch.nn.Module) -> str:

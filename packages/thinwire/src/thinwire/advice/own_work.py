@@ -56,13 +56,21 @@ def measure_around(shapes: Shapes, device: torch.device, *, optimizer: str, dens
 
     shapes: as in `measure_work`.
     """
-    few = list(_few(shapes))
 
     def wrapped(inner: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         return UpdateOptimizer.for_model(inner, model, comm=comm, density=lambda _: density)
 
-    own, without = (_seconds(make, few, device, 1, inner=INNER[optimizer]) for make in (wrapped, None))
-    return max(0.0, own - without) / elements(few)
+    def beyond(few: Shapes) -> float:
+        own, without = (_seconds(make, few, device, 1, inner=INNER[optimizer]) for make in (wrapped, None))
+        return own - without
+
+    few = list(_few(shapes))
+    numel, seconds = elements(few), beyond(few)
+    if numel == elements(shapes):
+        return max(0.0, seconds) / numel
+    fewer = list(_few(shapes, MOST_ELEMENTS // 4))  # what does not grow with the elements is not multiplied
+    slope = max(0.0, seconds - beyond(fewer)) / (numel - elements(fewer))
+    return slope + max(0.0, seconds - slope * numel) / elements(shapes)
 
 
 def _work(seconds: Sequence[float]) -> Work:
@@ -72,16 +80,16 @@ def _work(seconds: Sequence[float]) -> Work:
     return Work(max(0.0, small - per_rank * few), per_rank)
 
 
-def _few(shapes: Shapes) -> Iterator[torch.Size]:
+def _few(shapes: Shapes, most: int = MOST_ELEMENTS) -> Iterator[torch.Size]:
     """The first that are within the limit together; of a larger one alone, as many rows or elements as are."""
     taken = 0
     for shape in sorted(shapes, key=torch.Size.numel, reverse=True):
-        if taken + shape.numel() <= MOST_ELEMENTS:
+        if taken + shape.numel() <= most:
             taken += shape.numel()
             yield shape
         elif not taken:
             inner = shape.numel() // shape[0]
-            cut = torch.Size((MOST_ELEMENTS // inner, *shape[1:]) if inner <= MOST_ELEMENTS else (MOST_ELEMENTS,))
+            cut = torch.Size((most // inner, *shape[1:]) if inner <= most else (most,))
             taken += cut.numel()
             yield cut
 

@@ -61,7 +61,7 @@ def advise(
         stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all; or a
             list of seconds of this rank's steps without exchanges, whose fastest of all ranks sets `steps_per_second`.
         data: "images" or "text": ways are judged by small trainings on such data; "": by all. Default: text for a model
-            that has an Embedding, images for another one with two-dimensional convolutions.
+            that has an Embedding, images for one with two-dimensional convolutions, all for one with both or none.
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:

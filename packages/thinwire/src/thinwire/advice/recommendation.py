@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from sparse_collectives import ALGORITHMS, Prediction
 
-from thinwire.advice.accuracy import MOST_BEHIND, Known, in_words
+from thinwire.advice.accuracy import MOST_BEHIND, in_words
 from thinwire.advice.situation import Situation, Step
 from thinwire.advice.ways import BY_NAME, bucket_of_all
 
@@ -58,7 +58,7 @@ def recommend(situation: Situation) -> Recommendation:
     nearly = [s for s in eligible if (s.until <= AS_FAST * best if worthwhile else s.prediction.name == "dense")]
     taken = max(nearly, key=lambda s: (_share(situation, s.prediction), s.prediction.wire == "fp32"))
     p, other = taken.prediction, next((s for s in steps if s is not taken), None)
-    passed = [s for s in steps if s.until < best and s not in eligible]
+    passed = [s for s in steps if s.mean < eligible[0].mean and s not in eligible]
     faster = "accuracy" if passed else "fastest" if taken is eligible[0] else "as fast"
     rule = faster if worthwhile else "not worthwhile"
     reason = " ".join([_reason(rule, p, other), *_passed_over(situation, passed)])
@@ -101,7 +101,7 @@ def _learns(situation: Situation, p: Prediction) -> int:
     found = situation.known(p)
     if found is None or (found.most <= MOST_BEHIND and len(found.tasks) < FEWEST_TASKS):
         return UNKNOWN
-    return WELL if found.most <= MOST_BEHIND else BADLY
+    return WELL if found.most <= MOST_BEHIND and found.pace else BADLY
 
 
 def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
@@ -114,7 +114,7 @@ def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
         said.append(f"Faster, but passed over: {_named(hook)}; it is a hook of DDP, and the model is not in DDP.")
     for step in (fastest[level] for level in (BADLY, UNKNOWN) if level in fastest):
         found, why = situation.known(step.prediction), "how it learns was not measured"
-        if found is not None and found.most <= MOST_BEHIND:
+        if found is not None and found.most <= MOST_BEHIND and len(found.tasks) < FEWEST_TASKS:
             why = f"how it learns was measured with {found.tasks[0]} alone"
         elif found is not None:
             ranks = " and ".join(map(str, sorted(set(found.ranks))))
@@ -128,10 +128,10 @@ def _reason(rule: str, taken: Prediction, other: Step | None) -> str:
         return "Why: nothing else was predicted."
     wire = ", and of these the one in fp32" if taken.wire == "fp32" else ""
     why = {
-        "fastest": f"it is the fastest; {_named(other)} comes next.",
+        "fastest": f"it is the fastest until as good as dense; {_named(other)} comes next.",
         "accuracy": f"of what is known to learn within {MOST_BEHIND:g} point of dense it is the fastest, or as fast.",
-        "as fast": f"{_named(other)} is the fastest, but of steps that are as fast within {AS_FAST - 1:.0%} the one "
-        f"that sends most of the gradient is taken{wire}.",
+        "as fast": f"{_named(other)} is the fastest until as good as dense, but of steps that are as fast within "
+        f"{AS_FAST - 1:.0%} the one that sends most of the gradient is taken{wire}.",
         "not worthwhile": f"a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; the fastest "
         f"of the others is {_named(other)}.",
     }
@@ -155,7 +155,7 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     network = f"{_spent(situation, dense).capitalize()} of a dense step."
     gain = f"a step takes {_seconds(mean)} instead of {_seconds(dense)}, {dense / mean:.1f} times as fast"
     found = situation.known(p)
-    steps = [] if found is None or found.most > MOST_BEHIND else [_soon(found, taken, dense)]
+    steps = [_soon(found.pace, taken, dense)] if found and found.pace and found.most <= MOST_BEHIND else []
     if p.algorithm == "dense":
         hook = f'state = SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="{p.wire}")'
         return [f"Use {p.name}: {gain}. {network}", f"In DDP: {hook}"]
@@ -170,9 +170,9 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     return [use, *steps, *_lines(situation, p), *chosen, learns]
 
 
-def _soon(found: Known, step: Step, dense: float) -> str:
+def _soon(pace: float, step: Step, dense: float) -> str:
     """Sentence on the time until it is as good as dense: by its steps until then, of which the warm-up is a part."""
-    more = "no more steps" if found.pace == 1 else f"{found.pace:.2f} times as many steps"
+    more = "no more steps" if pace == 1 else f"{pace:.2f} times as many steps"
     return (
         f"Small trainings were as good as dense ones at the end after {more}: until then, the warm-up included, it "
         f"takes {step.until / dense:.2f} of dense's time."
@@ -212,7 +212,7 @@ def _other_lines(situation: Situation, p: Prediction) -> list[str]:
 def _named(step: Step) -> str:
     """An exchange with its seconds: "gtopk at density 0.01 (514 ms)"."""
     p = step.prediction
-    return f"{p.name}{f' at density {p.density:.2g}' if p.density < 1 else ''} ({_seconds(step.until)})"
+    return f"{p.name}{f' at density {p.density:.2g}' if p.density < 1 else ''} ({_seconds(step.mean)})"
 
 
 def _seconds(seconds: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from communicators import Link, shares_by_rate
 from sparse_collectives import ALGORITHMS, prediction
 
-from thinwire.advice.accuracy import in_a_column
+from thinwire.advice.accuracy import in_a_column, tried
 from thinwire.advice.measuring import NoAdvice
 from thinwire.advice.recommendation import dense_step, recommend
 from thinwire.advice.situation import Situation, Step
@@ -31,7 +31,8 @@ EXCHANGE = ("algorithm", "options", "density", "wire", "nbytes", "rounds")
 HEADER = ("algorithm", "density", "wire", "sent", "rounds", *TIMES, "steps", "speed-up", "behind")
 LEGEND = (
     "later: a step after the warm-up; mean: a step over the whole training, with the warm-up that is advised\n"
-    "steps: until as good as dense at the end, for one of dense, in small trainings; speed-up: in time until then\n"
+    "steps: until as good as dense at the end, for one of dense, in small trainings\n"
+    "speed-up: in the time until then, of what is known to learn within a point; of all else in that of all steps\n"
     "behind: points of accuracy (of text: percent of perplexity) below dense in small trainings, of each task on\n"
     "the number of ranks nearest to yours that was measured; ?: not measured"
 )
@@ -56,7 +57,7 @@ def _cells(situation: Situation, step: Step, dense: float) -> tuple[str, ...]:
     p, later, mean, until = step
     times = map(prediction.milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean))
     found = situation.known(p)
-    pace, behind = f"{found.pace:.2f}" if found else "?", in_a_column(found)
+    pace, behind = "?" if found is None else f"{found.pace:.2f}" if found.pace else "never", in_a_column(found)
     if p.algorithm == "dense":
         pace, behind = "1.00", ""
     how = (p.variant, f"{p.density:.2g}", p.wire, prediction.amount(p.nbytes), str(p.rounds))
@@ -102,7 +103,7 @@ def _row(situation: Situation, step: Step, dense: float) -> dict[str, Any]:
         "step_seconds": later,
         "mean_step_seconds": mean,
         "speedup_after_warm_up": dense / later,
-        "seconds_until_as_good": until,
+        "steps_until_as_good": 1.0 if p.algorithm == "dense" else found and found.pace,
         "speedup": dense / until,
         "accuracy": found and found._asdict(),
     }
@@ -158,7 +159,10 @@ def _premises(situation: Situation) -> str:
     lines = [f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}"]
     lines.append(f"{situation.ranks} ranks, {_network(situation)}")
     if situation.data:
-        lines.append(f"how ways learn is judged by small trainings on {situation.data}")
+        judged = f"on {situation.data}"
+        if not tried(situation.optimizer, situation.data):
+            judged = f"on all data: none {judged} with {situation.optimizer} is on record"
+        lines.append(f"how ways learn is judged by small trainings {judged}")
     if late := situation.stragglers:
         mean, waited = map(prediction.milliseconds, (late.mean(situation.ranks), late.late(situation.ranks)))
         lines.append(f"a rank is late by {mean} ms a step in the mean, the last of all by {waited} ms")

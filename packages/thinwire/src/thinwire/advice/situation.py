@@ -153,7 +153,7 @@ class Situation:
 
     def _over_a_training(self, step: Step) -> Step:
         mean, found = self._mean(step), self.known(step.prediction)
-        if found is None or found.most > MOST_BEHIND:
+        if found is None or found.pace is None or found.most > MOST_BEHIND:
             return step._replace(mean=mean, until=mean)
         return step._replace(mean=mean, until=found.pace * self._mean(step, found.pace * found.dense))
 
