@@ -154,8 +154,8 @@ def test_a_message_grows_until_its_bytes_are_seen():
         return 2e-3 if nbytes < 1 << 20 else 1e-9 * nbytes
 
     [measured, *_] = SimulatedWorld(2).run(lambda comm: measure_link(comm, seconds=seconds))
-    assert measured.beta == pytest.approx((4.2e-3 - 2e-3) / (1 << 22), rel=0.01)
-    assert set(sizes) == {SLOT_BYTES, 1 << 20, 1 << 22}
+    assert measured.beta == pytest.approx((4.2e-3 - 2e-3) / (3 << 20), rel=0.01)
+    assert set(sizes) == {SLOT_BYTES, 1 << 18, 1 << 20, 1 << 22}
     pairs = {0: (10e-3, 0.0), 2: (50e-6, 8e-9)}  # of a high latency, and of a low rate
 
     def of_a_pair(rank):
@@ -164,6 +164,10 @@ def test_a_message_grows_until_its_bytes_are_seen():
 
     for measured in SimulatedWorld(4).run(lambda comm: measure_link(comm, seconds=of_a_pair(comm.rank))):
         assert (measured.alpha, measured.beta) == (pytest.approx(10e-3), pytest.approx(8e-9, rel=0.01))
+    words = Link(50e-3, 8e-9)  # a long message waits for its receiver's, which takes α
+    told = lambda nbytes: words.alpha * (1 + (nbytes > 1 << 17)) + words.beta * nbytes  # noqa: E731
+    [measured, *_] = SimulatedWorld(2).run(lambda comm: measure_link(comm, seconds=told))
+    assert (measured.alpha, measured.beta) == (pytest.approx(words.alpha), pytest.approx(words.beta))
     unlimited = SimulatedWorld(3).run(lambda comm: measure_link(comm, seconds=lambda nbytes: 1e-3))
     assert unlimited == [Link(1e-3, 0.0)] * 3
 
