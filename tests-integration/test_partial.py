@@ -145,6 +145,8 @@ else:
     dist.init_process_group("gloo")
 comm, caught = as_communicator(None, timeout=60), pathlib.Path(sys.argv[2])
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+
 def interrupt(main):
     names = set()
     while "wait_until" not in names:  # it waits in allreduce
