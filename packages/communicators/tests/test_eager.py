@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from communicators.worlds import eager
 from communicators.worlds.eager import ROOM_BYTES, ROOMS, EagerMessages
 from communicators.worlds.gloo_group import WAIT, GlooGroup
 from hypothesis import given
@@ -142,6 +143,25 @@ def test_what_nobody_wants_any_more_takes_no_room(groups):
     assert len(inbox._posted) >= ROOMS - 1
     [wait] = one.send(body(5, 21), 1, 21, bounded=False)
     assert in_time(lambda: wait.done and len(inbox._early) == ROOMS + 1)
+
+
+def test_threads_that_meet_a_peer_at_once_have_one_inbox(monkeypatch):
+    """A second one would take the first one's messages."""
+    made, inbox = [], eager._Inbox
+
+    def slowly(data, peer):
+        time.sleep(0.05)
+        made.append(peer)
+        return inbox(data, peer)
+
+    monkeypatch.setattr(eager, "_Inbox", slowly)
+    with pair() as groups, ThreadPoolExecutor(4) as pool:
+        one, other = map(EagerMessages, groups)
+        got = pool.map(lambda tag: received(other, 3, tag), range(1, 5))
+        for tag in range(1, 5):
+            one.send(body(3, tag), 1, tag, bounded=False)
+        assert all(torch.equal(memory, body(3, tag)) for tag, memory in enumerate(got, 1))
+    assert sorted(made) == [0, 1]
 
 
 def test_calls_whose_tags_are_alike_are_told_apart(groups):

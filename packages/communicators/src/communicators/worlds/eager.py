@@ -31,7 +31,7 @@ class EagerMessages:
 
     def __init__(self, data: GlooGroup) -> None:
         self._data = data
-        self._inboxes: dict[int, _Inbox] = {}
+        self._inboxes = {peer: _Inbox(data, peer) for peer in data.others}  # now: threads may meet a peer at once
 
     def send(self, memory: Tensor, peer: int, tag: int, *, call: int = 0, bounded: bool) -> list[Wait]:
         """Posts a message. call: its number, since tags of two may be alike.
@@ -54,14 +54,12 @@ class EagerMessages:
         """Posts room for a message of this tag."""
         if memory.numel() > ROOM_BYTES and not bounded:
             return Arrival(memory, self._data.post("recv", memory, peer, tag, spread=True))
-        if peer not in self._inboxes:
-            self._inboxes[peer] = _Inbox(self._data, peer)
         return self._inboxes[peer].receive(Arrival(memory, tag=tag, key=call << 32 | tag))
 
     def cancel(self, arrivals: Mapping[int, Arrival]) -> None:
         """Lets go of messages that may never come, by peer; those that do are dropped."""
         for peer, arrival in arrivals.items():
-            if not arrival.done and peer in self._inboxes:
+            if not arrival.done:
                 self._inboxes[peer].cancel(arrival)
 
 

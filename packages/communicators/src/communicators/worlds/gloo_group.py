@@ -124,7 +124,7 @@ class GlooGroup:
     """
 
     def __init__(self, store: Store, rank: int, size: int, connections: int = 1) -> None:
-        self._others = [peer for peer in range(size) if peer != rank]
+        self.others = [peer for peer in range(size) if peer != rank]
         self.waiters = Waiters()
 
         def another(number: int) -> Any:
@@ -168,7 +168,7 @@ class GlooGroup:
         sends: who waits for another's message may take it, and that one waits for ever.
         """
         made, self._made = self._made, []
-        for by, peer in itertools.product(made, self._others):
+        for by, peer in itertools.product(made, self.others):
             with suppress(RuntimeError):  # for each of them, as one whose peer is gone closes no other
                 by.recv([torch.empty(1, dtype=torch.uint8)], peer, END_TAG).wait(GIVE_UP)
         self.waiters.close(timeout)
