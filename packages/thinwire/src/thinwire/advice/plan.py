@@ -53,15 +53,13 @@ def advise(
         model: Its parameters' shapes and device count; torch's own ways are recommended only where it is in DDP.
         steps_per_second: Of one rank that trains alone.
         optimizer: "sgd", "adam", "adamw" or "muon", or one of these, with which you train.
-        link: A name of those that `thinwire advise --help` lists, or a `communicators.Link`; default: what the ranks
-            that run this are joined by is measured, which is collective.
+        link: A name that `thinwire advise --help` lists, or a `communicators.Link`; default: measured, by all ranks.
         ranks: With `link`: how many there will be.
         density: One or several that are to be considered; yours are advised even if they are known to learn worse.
         overlap: Whether gradients travel during backward; default: where the model is in DDP.
         stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all; or a
             list of seconds of this rank's steps without exchanges, whose fastest of all ranks sets `steps_per_second`.
-        data: "images" or "text": ways are judged by small trainings on such data; "": by all. Default: text for a model
-            that has an Embedding, images for one with two-dimensional convolutions, all for one with both or none.
+        data: "images" or "text": trainings by which ways are judged; "": all. Default: by the layers, see `data_of`.
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
@@ -71,13 +69,10 @@ def advise(
     name, trained = _named(optimizer), [p for p in model.parameters() if p.requires_grad]
     densities = sorted({density} if isinstance(density, float | int) else set(density or DENSITIES), reverse=True)
     kind = data_of(model) if data is None else data
-    if wrong := _wrong(model, steps_per_second, link, ranks, densities) or _no_data(kind):
+    if wrong := _wrong(model, steps_per_second, link, ranks, densities) or _unfit(name, density, kind):
         raise ValueError(wrong)
-    if density is not None and name == "muon":
-        raise ValueError("density is of a selection, and nothing is selected for muon: leave it out")
     assumed = LINKS[link] if isinstance(link, str) else link
-    comm = join(assumed, comm)
-    told, times = _late_of_all(stragglers, comm)
+    told, times = _late_of_all(stragglers, comm := join(assumed, comm))
     situation = find_out(
         Trained.of([p.shape for p in trained], 1 / steps_per_second)._replace(times=times),
         comm,
@@ -248,7 +243,10 @@ def _late(stragglers: Late) -> tuple[Stragglers | None, tuple[float, ...]]:
     return None, times
 
 
-def _no_data(data: str) -> str:
+def _unfit(optimizer: str, density: object, data: str) -> str:
+    """Complaint about a density without a selection, or other data than are on record; "" if there is none."""
+    if density is not None and optimizer == "muon":
+        return "density is of a selection, and nothing is selected for muon: leave it out"
     return "" if data in DATA else f"data is {data!r}, expected 'images', 'text', or '' for all"
 
 
