@@ -118,6 +118,7 @@ def test_a_sender_that_runs_ahead_is_held_back_until_a_message_is_asked_for(grou
     assert not all(wait.done for wait in waits)
     for tag in (*range(2, 40), *range(41, 50)):
         assert torch.equal(received(other, ROOM_BYTES, tag), body(ROOM_BYTES, tag))
+    assert len(other._inboxes[0]._free) <= ROOMS
 
 
 def test_what_nobody_wants_any_more_takes_no_room(groups):
