@@ -5,6 +5,7 @@ A training has phases: all is sent at first, then little; ranks take steps alone
 """
 
 import json
+import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from slow_link import open_link
 from slow_link.throttled import behind_link
@@ -30,6 +32,7 @@ from bench.turns import in_turns, seconds_of
 JOURNAL = "time-to-quality-seconds.jsonl"
 ALONE, DDP, DENSE, SELECTION = "alone", "torch DDP", "dense", "gtopk"
 FIRST, TURNS = 3, 3  # steps before all turns, and turns that are measured, after one that is not
+LASTS = 0.3  # seconds of a turn, at least
 FIRST_OF = {"local-sgd": DENSE, "local-sgd int8": "dense-int8"}  # what sends as much as their warm-ups
 NO_WARM_UP = 4  # steps of a training, of which a tenth is none
 LIMIT = 3600  # seconds that all ways of a cell may take
@@ -109,7 +112,7 @@ def on_rank(asked: Sequence[Any], cases: Iterable[Sequence[Any]]) -> None:
         trainings.append(_training(cell, case))
         steps = Steps(trainings[-1], cell, seed=0)
         steps.take(FIRST)
-        turns[case.name] = partial(steps.seconds, _period(case.way))
+        turns[case.name] = partial(steps.seconds, _turn(steps, _period(case.way)))
     found = in_turns(turns, TURNS, before=dist.barrier)
     for training in trainings:
         training.finish()
@@ -148,6 +151,13 @@ class Steps:
     def seconds(self, count: int) -> float:
         """Of one of the next `count`."""
         return seconds_of(partial(self.take, count)) / count
+
+
+def _turn(steps: Steps, period: int) -> int:
+    """Steps of a turn: whole periods, as many as take `LASTS` on the slowest rank."""
+    taken = torch.tensor(period * steps.seconds(period))
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return period * math.ceil(LASTS / taken.item())
 
 
 def _period(way: str) -> int:
