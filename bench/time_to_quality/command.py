@@ -37,7 +37,8 @@ BF16, POWERSGD = "torch bf16 hook", "torch PowerSGD hook"
 OPTIMIZERS = {"resnet20-clothing": "sgd"}
 """Of tasks that are not trained with AdamW."""
 TORCH = ("torch DDP", BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
-SPARSE = tuple((way, 0.01) for way in ("gtopk", "gtopk int8-packed", "topk-allgather", "spardl", "spardl teams=2"))
+SELECTING = ("gtopk", "topk-allgather", "spardl")
+SPARSE = tuple((way, 0.01) for way in (*SELECTING, "spardl teams=2", *(f"{name} int8-packed" for name in SELECTING)))
 SYNCHRONOUS = tuple((way, 1.0) for way in ("powersgd rank 4", "dense-int8"))
 PERIODIC = (
     *((way, 1.0) for way in ("local-sgd", "local-sgd int8", "overlap-local-sgd", "diloco", "diloco int2")),

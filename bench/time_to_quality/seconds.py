@@ -63,10 +63,11 @@ class Case(NamedTuple):
 
 
 def phases(run: Run) -> list[Case]:
-    """The case of each step; dense steps of all selections in full precision are one case."""
+    """The case of each step; dense steps of all selections are one case, and those in int8 another."""
     way, tenth = WAYS[run.way], max(2, run.steps // WARM_UP)
     if way.by == "ours" and way.selects:
-        density, dense = WarmUp.recommended(run.density, run.steps), run.way if "int8" in run.way else SELECTION
+        density = WarmUp.recommended(run.density, run.steps)
+        dense = f"{SELECTION} int8-packed" if "int8" in run.way else SELECTION
         return [Case(dense if density(step) == 1 else run.way, density(step)) for step in range(run.steps)]
     first = FIRST_OF.get(run.way) or {"torch": DDP, "ours": DENSE}.get(way.by, run.way)
     warms = "powersgd" in run.way.lower() or run.way in (torch_hooks.LOCAL, *FIRST_OF)
