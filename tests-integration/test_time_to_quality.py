@@ -100,7 +100,7 @@ def test_the_best_of_each_line_and_how_many_times_as_long_others_take():
         "torch PowerSGD hook rank 4",
         "dense-int8",
     )
-    assert (first["over_bf16"], first["over_powersgd"], first["over_torch"]) == (5.0, 3.0, 3.0)
+    assert [first[name] for name in ("over_bf16", "over_powersgd", "over_torch", "late")] == [5.0, 3.0, 3.0, 2.5]
     assert second["ours"] is second["powersgd"] is second["advised"] is None
     assert second["over_bf16"] == 0.0
     assert best_of([row("torch PowerSGD hook", "torch", None), row("gtopk", "thinwire", 1.0)])[0]["over_powersgd"] == (
@@ -110,7 +110,7 @@ def test_the_best_of_each_line_and_how_many_times_as_long_others_take():
 
 @pytest.mark.few(0)
 def test_what_is_on_record_is_neither_trained_nor_measured_again(tmp_path, monkeypatch, capsys):
-    """And a way that does not reach the goal has no seconds, whatever the others do."""
+    """And a way that does not reach the goal has no seconds; what was measured twice is compared."""
     runs = runs_of(CELL, 1)
     cases = list(dict.fromkeys(case for of in runs.values() for case in phases(of[0])))
     trainings = []
@@ -121,13 +121,19 @@ def test_what_is_on_record_is_neither_trained_nor_measured_again(tmp_path, monke
         trainings.append(fields | {"score": score, "curve": curve, "bytes_a_step": 1})
     (tmp_path / "convergence-runs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trainings))
     seconds = {case.name: [0.2 if case.way.startswith("torch") else 0.1] * 3 for case in [Case(ALONE), *cases]}
-    (tmp_path / JOURNAL).write_text(json.dumps({"cell": list(CELL), "seconds": seconds}) + "\n")
+    before = seconds | {"gtopk at 0.01": [0.3] * 3, "spardl at 0.01": [0.1, 0.3, 0.3]}
+    lines = [json.dumps({"cell": list(CELL), "seconds": of}) + "\n" for of in (before, seconds)]
+    (tmp_path / JOURNAL).write_text("".join(lines))
     monkeypatch.setattr("bench.convergence.journal.trained", lambda run: pytest.fail(key(run)))
     monkeypatch.setattr("bench.time_to_quality.seconds._on_ranks", lambda *given: pytest.fail(str(given)))
     command.main(["--output", str(tmp_path)])
-    rows = {row["way"]: row for row in json.loads((tmp_path / "time-to-quality.json").read_text())["rows"]}
+    found = json.loads((tmp_path / "time-to-quality.json").read_text())
+    rows = {row["way"]: row for row in found["rows"]}
     assert rows["torch bf16 hook"]["seconds"] == pytest.approx(0.2 * 256, rel=0.02)  # 95 of 80 … 96
     assert rows["gtopk"]["over_bf16"] == pytest.approx(2.0)
     assert (rows["diloco"]["reached"], rows["diloco"]["seconds"], rows["diloco"]["over_bf16"]) == ("0/1", None, None)
     assert sum(row["advised"] for row in rows.values()) <= 1
+    [again], ours = found["again"], [way for way in rows if not way.startswith("torch") and way != "diloco"]
+    assert again["pairs"] == len(ours) * sum(way.startswith("torch") for way in rows)
+    assert again["pairs"] - again["same"] == 2 * sum(way.startswith("torch") for way in rows)  # two were slower before
     assert "not reached" not in capsys.readouterr().err

@@ -17,7 +17,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import thinwire
@@ -30,15 +30,15 @@ from bench.convergence.tasks import TASKS
 from bench.convergence.ways import WAYS, Run
 from bench.record import asked, parser_of, record
 from bench.time_to_quality import picture
-from bench.time_to_quality.seconds import ALONE, Case, Cell, measured, phases, until, whole
+from bench.time_to_quality.seconds import ALONE, Case, Cell, measured, on_record, phases, until, whole
 
 LINKS = {"1 Gbit/s, 0.1 ms": (1000.0, 0.1), "100 Mbit/s, 1 ms": (100.0, 1.0), "10 Mbit/s, 50 ms": (10.0, 50.0)}
 BF16, POWERSGD = "torch bf16 hook", "torch PowerSGD hook"
 OPTIMIZERS = {"resnet20-clothing": "sgd"}
 """Of tasks that are not trained with AdamW."""
 TORCH = ("torch DDP", BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
-SELECTING = ("gtopk", "topk-allgather", "spardl")
-SPARSE = tuple((way, 0.01) for way in (*SELECTING, "spardl teams=2", *(f"{name} int8-packed" for name in SELECTING)))
+SPARSE = tuple((way, 0.01) for way in ("gtopk", "gtopk int8-packed", "topk-allgather", "spardl", "spardl teams=2"))
+ON_TEXT = tuple((way, 0.01) for way in ("topk-allgather int8-packed", "spardl int8-packed"))
 SYNCHRONOUS = tuple((way, 1.0) for way in ("powersgd rank 4", "dense-int8"))
 PERIODIC = (
     *((way, 1.0) for way in ("local-sgd", "local-sgd int8", "overlap-local-sgd", "diloco", "diloco int2")),
@@ -70,9 +70,10 @@ def main(argv: Sequence[str] = ()) -> None:
         seeds=(1, 5),
     )
     rows = [row for cell, link in _cells(options) for row in _rows(cell, link, options)]
+    again = [found for cell, link in _cells(options) if (found := _again(cell, link, options))]
     checked = list(_whole(options)) if options.whole or options.full else []
     against, labels = AGAINST, COLUMNS[:4]
-    more: dict[str, Any] = {"whole": checked, "goals": {"loss": LOSS, "points": POINTS}}
+    more: dict[str, Any] = {"whole": checked, "again": again, "goals": {"loss": LOSS, "points": POINTS}}
     record(options, rows, labels=labels, values=("seconds",), against=against, shown=COLUMNS, draw=picture.draw, **more)
 
 
@@ -84,8 +85,8 @@ def _cells(options: argparse.Namespace) -> Iterator[tuple[Cell, str]]:
 
 def runs_of(cell: Cell, seeds: int) -> dict[Case, list[Run]]:
     """Trainings that are compared, by what they send at last."""
-    ways = [*((way, 1.0) for way in TORCH), *SYNCHRONOUS, *SPARSE, *PERIODIC]
-    steps, found = TASKS[cell.task].steps, {}
+    ways, task = [*((way, 1.0) for way in TORCH), *SYNCHRONOUS, *SPARSE, *PERIODIC], TASKS[cell.task]
+    ways, steps, found = [*ways, *(ON_TEXT if task.text else ())], task.steps, {}
     for way, density in ways:
         if cell.optimizer in WAYS[way].optimizers and (cell.ranks % 4 == 0 or "teams" not in way):
             run = (cell.task, cell.optimizer, way, density, 0.0, cell.ranks)
@@ -105,14 +106,20 @@ def _runs(cell: Cell, options: argparse.Namespace) -> dict[Case, list[Run]]:
     return {case: [run for run, there in zip(of, seeds, strict=True) if there] or of[:1] for case, of in runs.items()}
 
 
+def _trained(cell: Cell, options: argparse.Namespace) -> tuple[dict[Case, list[Run]], dict[Case, list[Any]], float]:
+    """Runs, how each went, and the goal."""
+    runs = _runs(cell, options)
+    scores = {case: journal.ended(of, options.output) for case, of in runs.items()}
+    return runs, scores, goal_of(cell.task, [one["score"] for one in scores[Case(BF16)]])
+
+
 def _rows(cell: Cell, link: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One a way."""
-    runs = _runs(cell, options)
+    runs, scores, goal = _trained(cell, options)
     cases = list(dict.fromkeys(case for of in runs.values() for case in phases(of[0])))
     seconds = measured(cell, cases, options.output)
-    scores = {case: journal.ended(of, options.output) for case, of in runs.items()}
-    goal = goal_of(cell.task, [one["score"] for one in scores[Case(BF16)]])
-    advised = _advised(cell, statistics.median(seconds[f"{ALONE} at 1"]))
+    alone = statistics.median(seconds[f"{ALONE} at 1"])
+    advised = _advised(cell, alone)
     rows, medians = list[dict[str, Any]](), dict[Case, float]()
     for case, of in runs.items():
         times = [_seconds(run, one, goal, seconds) for run, one in zip(of, scores[case], strict=True)]
@@ -120,7 +127,8 @@ def _rows(cell: Cell, link: str, options: argparse.Namespace) -> list[dict[str, 
         there = [time for time in times if time < math.inf]
         row = {"task": cell.task, "link": link, "P": cell.ranks, "way": case.way, "density": case.density}
         row |= {"library": "torch" if WAYS[case.way].by == "torch" else "thinwire", "optimizer": cell.optimizer}
-        row |= {"step_ms": 1e3 * statistics.median(seconds[case.name]), "reached": f"{len(there)}/{len(times)}"}
+        row |= {"step_ms": 1e3 * statistics.median(seconds[case.name]), "alone_ms": 1e3 * alone}
+        row |= {"reached": f"{len(there)}/{len(times)}"}
         row |= {"seconds": _finite(medians[case]), "least": min(there, default=None)}
         row |= {"most": _finite(max(times)), "goal": goal, "advised": case == advised}
         rows.append(row | {"score": statistics.mean(one["score"] for one in scores[case])})
@@ -132,9 +140,34 @@ def _rows(cell: Cell, link: str, options: argparse.Namespace) -> list[dict[str, 
     return [row | {name: _over(time, row["seconds"]) for name, time in best.items()} for row in rows]
 
 
-def _seconds(run: Run, found: dict[str, Any], goal: float, seconds: Any) -> float:
+def _seconds(run: Run, found: dict[str, Any], goal: float, seconds: Any, **how: Any) -> float:
     steps = steps_until(found["curve"], goal, text=TASKS[run.task].text)
-    return until(run, seconds)[math.ceil(steps)] if steps < math.inf else math.inf
+    return until(run, seconds, **how)[math.ceil(steps)] if steps < math.inf else math.inf
+
+
+def _again(cell: Cell, link: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Whether ways had the same order when the cell was measured before; None where it was not.
+
+    pairs: of ways of which one gets to the goal earlier than the other, in all seeds and turns of the last measurement.
+    same: how many of them did so in the one before, by medians.
+    """
+    runs, scores, goal = _trained(cell, options)
+    last, before = [*on_record(cell, options.output), None, None][:2]
+    if last is None or before is None:
+        return None
+
+    def times(case: Case, seconds: Any, turn: Any) -> list[float]:
+        pairs = zip(runs[case], scores[case], strict=True)
+        return [_seconds(run, one, goal, seconds, turn=turn) for run, one in pairs]
+
+    known = [case for case, [run, *_] in runs.items() if {of.name for of in phases(run)} <= last.keys() & before.keys()]
+    most = {case: max(times(case, last, max)) for case in known}
+    there = [case for case in known if most[case] < math.inf]
+    least = {case: min(times(case, last, min)) for case in there}
+    medians = {case: statistics.median(times(case, before, statistics.median)) for case in there}
+    apart = [(one, other) for one, other in permutations(there, 2) if most[one] < least[other]]
+    same = sum(medians[one] < medians[other] for one, other in apart)
+    return {"task": cell.task, "link": link, "P": cell.ranks, "pairs": len(apart), "same": same}
 
 
 def _finite(value: float) -> float | None:

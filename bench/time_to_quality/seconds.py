@@ -74,26 +74,30 @@ def phases(run: Run) -> list[Case]:
     return [Case(first if warms and step < tenth else run.way, run.density) for step in range(run.steps)]
 
 
-def until(run: Run, seconds: Seconds) -> list[float]:
-    """Seconds from the first step to the end of each, beginning with 0 before it."""
-    of = {name: statistics.median(turns) for name, turns in seconds.items()}
+def until(run: Run, seconds: Seconds, *, turn: Callable[[Sequence[float]], float] = statistics.median) -> list[float]:
+    """Seconds from the first step to the end of each, beginning with 0 before it. turn: which of the turns counts."""
+    of = {name: turn(turns) for name, turns in seconds.items()}
     return list(accumulate((of[case.name] for case in phases(run)), initial=0.0))
 
 
 def measured(cell: Cell, cases: Sequence[Case], folder: Path) -> Seconds:
     """Of all cases, and of a rank that exchanges nothing (`ALONE`): from the record, if it has all, or anew."""
-    path = folder / JOURNAL
-    if path.exists():
-        for line in reversed(path.read_text().splitlines()):
-            kept = json.loads(line)
-            if kept["cell"] == list(cell) and {case.name for case in cases} <= kept["seconds"].keys():
-                return dict(kept["seconds"])
+    for seconds in on_record(cell, folder):
+        if {case.name for case in cases} <= seconds.keys():
+            return seconds
     found = _on_ranks(cell, on_rank, cell, cases)
     seconds = {name: [max(turn) for turn in zip(*(of[name] for of in found), strict=True)] for name in found[0]}
     folder.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with (folder / JOURNAL).open("a") as file:
         file.write(json.dumps({"cell": cell, "seconds": seconds}) + "\n")
     return seconds
+
+
+def on_record(cell: Cell, folder: Path) -> list[Seconds]:
+    """What was measured of a cell, the latest first."""
+    path = folder / JOURNAL
+    lines = map(json.loads, reversed(path.read_text().splitlines())) if path.exists() else ()
+    return [dict(kept["seconds"]) for kept in lines if kept["cell"] == list(cell)]
 
 
 def whole(cell: Cell, run: Run) -> list[float]:
