@@ -9,8 +9,8 @@ mean final score of DDP with bf16 gradients, less a point of accuracy, or 1 % mo
 interpolated. seconds: from the first step to the goal, median of the seeds; a training that does not get there takes
 for ever, and `reached` says how many do. over_bf16, over_powersgd, over_torch: how many times as long DDP with bf16
 gradients takes, torch's PowerSGD of the best rank, and the best of torch's ways. advised: whether `thinwire.advise`
-says so for this model, link and number of ranks. With --whole some trainings are done behind the link from beginning to
-end, to compare.
+says so on the same ranks, which measure the link and themselves. With --whole some trainings are done behind the link
+from beginning to end, to compare.
 """
 
 import argparse
@@ -20,23 +20,19 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 from typing import Any
 
-import thinwire
-import torch
-from communicators import Link
-
 from bench.convergence import journal
 from bench.convergence.quality import LOSS, POINTS, goal_of, steps_until
 from bench.convergence.tasks import TASKS
 from bench.convergence.ways import WAYS, Run
 from bench.record import asked, parser_of, record
 from bench.time_to_quality import picture
-from bench.time_to_quality.seconds import ALONE, Case, Cell, measured, on_record, phases, until, whole
+from bench.time_to_quality.seconds import ALONE, BF16, DDP, Case, Cell, measured, on_record, phases, until, whole
 
 LINKS = {"1 Gbit/s, 0.1 ms": (1000.0, 0.1), "100 Mbit/s, 1 ms": (100.0, 1.0), "10 Mbit/s, 50 ms": (10.0, 50.0)}
-BF16, POWERSGD = "torch bf16 hook", "torch PowerSGD hook"
+POWERSGD = "torch PowerSGD hook"
 OPTIMIZERS = {"resnet20-clothing": "sgd"}
 """Of tasks that are not trained with AdamW."""
-TORCH = ("torch DDP", BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
+TORCH = (DDP, BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
 SPARSE = tuple((way, 0.01) for way in ("gtopk", "gtopk int8-packed", "topk-allgather", "spardl", "spardl teams=2"))
 ON_TEXT = tuple((way, 0.01) for way in ("topk-allgather int8-packed", "spardl int8-packed"))
 SYNCHRONOUS = tuple((way, 1.0) for way in ("powersgd rank 4", "dense-int8"))
@@ -117,9 +113,8 @@ def _rows(cell: Cell, link: str, options: argparse.Namespace) -> list[dict[str, 
     """One a way."""
     runs, scores, goal = _trained(cell, options)
     cases = list(dict.fromkeys(case for of in runs.values() for case in phases(of[0])))
-    seconds = measured(cell, cases, options.output)
+    seconds, advised = measured(cell, cases, options.output)
     alone = statistics.median(seconds[f"{ALONE} at 1"])
-    advised = _advised(cell, alone)
     rows, medians = list[dict[str, Any]](), dict[Case, float]()
     for case, of in runs.items():
         times = [_seconds(run, one, goal, seconds) for run, one in zip(of, scores[case], strict=True)]
@@ -152,7 +147,7 @@ def _again(cell: Cell, link: str, options: argparse.Namespace) -> dict[str, Any]
     same: how many of them did so in the one before, by medians.
     """
     runs, scores, goal = _trained(cell, options)
-    last, before = [*on_record(cell, options.output), None, None][:2]
+    last, before, *_ = [*(found.seconds for found in on_record(cell, options.output)), None, None]
     if last is None or before is None:
         return None
 
@@ -179,30 +174,13 @@ def _over(other: float, own: float | None) -> float | None:
     return None if own is None or other == math.inf else other / own
 
 
-def _advised(cell: Cell, alone: float) -> Case | None:
-    """What `thinwire.advise` says here, for a rank that computes a step in `alone` seconds."""
-    link = Link(1e-3 * cell.ms, 8e-6 / cell.mbit)
-    torch.manual_seed(0)
-    task = TASKS[cell.task]
-    given: dict[str, Any] = {"optimizer": cell.optimizer, "link": link, "ranks": cell.ranks}
-    said = thinwire.advise(task.model(), steps_per_second=1 / alone, data=task.data, **given)
-    p = said.recommendation.step.prediction
-    if p.algorithm == "dense":
-        return Case(BF16 if p.wire == "bf16" else "torch DDP")
-    for name, way in WAYS.items():
-        if way.advised == (p.variant, p.wire) or (name, "fp32") == (p.variant, p.wire):
-            return Case(name, p.density)
-    return None
-
-
 def _whole(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Seconds of whole trainings behind the link, and what `until` makes of single steps."""
     for cell, link in _cells(options):
         if cell.task in QUICK and cell.ranks == options.ranks[0]:
             runs = runs_of(cell, 1)
-            seconds = measured(
-                cell, list(dict.fromkeys(c for of in runs.values() for c in phases(of[0]))), options.output
-            )
+            cases = list(dict.fromkeys(case for of in runs.values() for case in phases(of[0])))
+            seconds = measured(cell, cases, options.output).seconds
             for case in (Case(BF16), Case("gtopk", 0.01), Case("diloco int2")):
                 [run] = runs[case]
                 took, said = statistics.median(whole(cell, run)), until(run, seconds)[-1]

@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import thinwire
 import torch
 import torch.distributed as dist
 from slow_link import open_link
@@ -30,8 +31,8 @@ from bench.real_ranks import found_by, tell
 from bench.turns import in_turns, seconds_of
 
 JOURNAL = "time-to-quality-seconds.jsonl"
-ALONE, DDP, DENSE, SELECTION = "alone", "torch DDP", "dense", "gtopk"
-FIRST, TURNS = 3, 3  # steps before all turns, and turns that are measured, after one that is not
+ALONE, DDP, BF16, DENSE, SELECTION = "alone", "torch DDP", "torch bf16 hook", "dense", "gtopk"
+FIRST, TURNS = 3, 3  # steps before all turns, at least, and turns that are measured, after one that is not
 LASTS = 0.3  # seconds of a turn, at least
 FIRST_OF = {"local-sgd": DENSE, "local-sgd int8": "dense-int8"}  # what sends as much as their warm-ups
 NO_WARM_UP = 4  # steps of a training, of which a tenth is none
@@ -62,6 +63,13 @@ class Case(NamedTuple):
         return f"{self.way} at {self.density:g}"
 
 
+class Measured(NamedTuple):
+    """Of a cell. advised: what `thinwire.advise` says on the same ranks; None if it is none of the cases."""
+
+    seconds: Seconds
+    advised: Case | None
+
+
 def phases(run: Run) -> list[Case]:
     """The case of each step; dense steps of all selections are one case, and those in int8 another."""
     way, tenth = WAYS[run.way], max(2, run.steps // WARM_UP)
@@ -80,24 +88,26 @@ def until(run: Run, seconds: Seconds, *, turn: Callable[[Sequence[float]], float
     return list(accumulate((of[case.name] for case in phases(run)), initial=0.0))
 
 
-def measured(cell: Cell, cases: Sequence[Case], folder: Path) -> Seconds:
+def measured(cell: Cell, cases: Sequence[Case], folder: Path) -> Measured:
     """Of all cases, and of a rank that exchanges nothing (`ALONE`): from the record, if it has all, or anew."""
-    for seconds in on_record(cell, folder):
-        if {case.name for case in cases} <= seconds.keys():
-            return seconds
-    found = _on_ranks(cell, on_rank, cell, cases)
-    seconds = {name: [max(turn) for turn in zip(*(of[name] for of in found), strict=True)] for name in found[0]}
+    for found in on_record(cell, folder):
+        if {case.name for case in cases} <= found.seconds.keys():
+            return found
+    told = _on_ranks(cell, on_rank, cell, cases)
+    advised, of = told[0]["advised"], [one["seconds"] for one in told]
+    seconds = {name: [max(turn) for turn in zip(*(one[name] for one in of), strict=True)] for name in of[0]}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / JOURNAL).open("a") as file:
-        file.write(json.dumps({"cell": cell, "seconds": seconds}) + "\n")
-    return seconds
+        file.write(json.dumps({"cell": cell, "seconds": seconds, "advised": advised}) + "\n")
+    return Measured(seconds, advised and Case(*advised))
 
 
-def on_record(cell: Cell, folder: Path) -> list[Seconds]:
+def on_record(cell: Cell, folder: Path) -> list[Measured]:
     """What was measured of a cell, the latest first."""
     path = folder / JOURNAL
     lines = map(json.loads, reversed(path.read_text().splitlines())) if path.exists() else ()
-    return [dict(kept["seconds"]) for kept in lines if kept["cell"] == list(cell)]
+    mine = [kept for kept in lines if kept["cell"] == list(cell)]
+    return [Measured(kept["seconds"], Case(*kept["advised"]) if kept.get("advised") else None) for kept in mine]
 
 
 def whole(cell: Cell, run: Run) -> list[float]:
@@ -116,12 +126,22 @@ def on_rank(asked: Sequence[Any], cases: Iterable[Sequence[Any]]) -> None:
     for case in [Case(ALONE), *(Case(*case) for case in cases)]:
         trainings.append(_training(cell, case))
         steps = Steps(trainings[-1], cell, seed=0)
-        steps.take(FIRST)
         turns[case.name] = partial(steps.seconds, _turn(steps, _period(case.way)))
     found = in_turns(turns, TURNS, before=dist.barrier)
     for training in trainings:
         training.finish()
-    tell(found)
+    tell({"seconds": found, "advised": _advised(cell, statistics.median(found[Case(ALONE).name]))})
+
+
+def _advised(cell: Cell, alone: float) -> Case | None:
+    """What `thinwire.advise` says to these ranks, each of which computes a step in `alone` seconds. Collective."""
+    task = TASKS[cell.task]
+    said = thinwire.advise(task.model(), steps_per_second=1 / alone, optimizer=cell.optimizer, data=task.data)
+    p = said.recommendation.step.prediction
+    if p.algorithm == "dense":
+        return Case(BF16 if p.wire == "bf16" else DDP)
+    names = (name for name, way in WAYS.items() if (p.variant, p.wire) in (way.advised, (name, "fp32")))
+    return next((Case(name, p.density) for name in names), None)
 
 
 def _training(cell: Cell, case: Case) -> Training:
@@ -159,7 +179,8 @@ class Steps:
 
 
 def _turn(steps: Steps, period: int) -> int:
-    """Steps of a turn: whole periods, as many as take `LASTS` on the slowest rank."""
+    """Steps of a turn: whole periods, as many as take `LASTS` on the slowest rank. Takes the `FIRST` ones."""
+    steps.take(max(1, FIRST - period))
     taken = torch.tensor(period * steps.seconds(period))
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return period * math.ceil(LASTS / taken.item())
