@@ -26,10 +26,10 @@ from bench.convergence.tasks import TASKS
 from bench.convergence.ways import WAYS, Run
 from bench.record import asked, parser_of, record
 from bench.time_to_quality import picture
-from bench.time_to_quality.seconds import ALONE, BF16, DDP, Case, Cell, measured, on_record, phases, until, whole
+from bench.time_to_quality.seconds import ALONE, DDP, Case, Cell, measured, on_record, phases, until, whole
 
 LINKS = {"1 Gbit/s, 0.1 ms": (1000.0, 0.1), "100 Mbit/s, 1 ms": (100.0, 1.0), "10 Mbit/s, 50 ms": (10.0, 50.0)}
-POWERSGD = "torch PowerSGD hook"
+BF16, POWERSGD = "torch bf16 hook", "torch PowerSGD hook"
 OPTIMIZERS = {"resnet20-clothing": "sgd"}
 """Of tasks that are not trained with AdamW."""
 TORCH = (DDP, BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
@@ -126,6 +126,7 @@ def _rows(cell: Cell, link: str, options: argparse.Namespace) -> list[dict[str, 
         row |= {"reached": f"{len(there)}/{len(times)}"}
         row |= {"seconds": _finite(medians[case]), "least": min(there, default=None)}
         row |= {"most": _finite(max(times)), "goal": goal, "advised": case == advised}
+        row |= {"advice": advised and advised.way}
         rows.append(row | {"score": statistics.mean(one["score"] for one in scores[case])})
     best = {
         "over_bf16": medians[Case(BF16)],

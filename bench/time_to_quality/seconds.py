@@ -31,7 +31,7 @@ from bench.real_ranks import found_by, tell
 from bench.turns import in_turns, seconds_of
 
 JOURNAL = "time-to-quality-seconds.jsonl"
-ALONE, DDP, BF16, DENSE, SELECTION = "alone", "torch DDP", "torch bf16 hook", "dense", "gtopk"
+ALONE, DDP, DENSE, SELECTION = "alone", "torch DDP", "dense", "gtopk"
 FIRST, TURNS = 3, 3  # steps before all turns, at least, and turns that are measured, after one that is not
 LASTS = 0.3  # seconds of a turn, at least
 FIRST_OF = {"local-sgd": DENSE, "local-sgd int8": "dense-int8"}  # what sends as much as their warm-ups
@@ -138,8 +138,8 @@ def _advised(cell: Cell, alone: float) -> Case | None:
     task = TASKS[cell.task]
     said = thinwire.advise(task.model(), steps_per_second=1 / alone, optimizer=cell.optimizer, data=task.data)
     p = said.recommendation.step.prediction
-    if p.algorithm == "dense":
-        return Case(BF16 if p.wire == "bf16" else DDP)
+    if p.algorithm == DENSE:
+        return Case(DENSE if p.wire == "fp32" else f"{DENSE} {p.wire}")
     names = (name for name, way in WAYS.items() if (p.variant, p.wire) in (way.advised, (name, "fp32")))
     return next((Case(name, p.density) for name in names), None)
 
