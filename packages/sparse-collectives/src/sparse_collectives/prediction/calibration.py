@@ -104,12 +104,11 @@ def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.dev
 
 
 def _median(sample: Callable[[], float], comm: Communicator) -> float:
-    """Median of samples that all ranks take at once, in a row; a first one warms up.
-
-    One barrier for all of them: behind a link of 50 ms, one for each would take most of the time of a measurement.
-    """
-    barrier(comm)
-    samples = [sample() for _ in range(REPEATS + 1)]
+    """Median of samples that all ranks take at once; a first one warms up."""
+    samples = []
+    for _ in range(REPEATS + 1):
+        barrier(comm)
+        samples.append(sample())
     return statistics.median(samples[1:])
 
 
