@@ -104,11 +104,12 @@ def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.dev
 
 
 def _median(sample: Callable[[], float], comm: Communicator) -> float:
-    """Median of samples that all ranks take at once; a first one warms up."""
-    samples = []
-    for _ in range(REPEATS + 1):
-        barrier(comm)
-        samples.append(sample())
+    """Median of samples that all ranks take at once, in a row; a first one warms up.
+
+    One barrier for all of them: behind a link of 50 ms, one for each would take most of the time of a measurement.
+    """
+    barrier(comm)
+    samples = [sample() for _ in range(REPEATS + 1)]
     return statistics.median(samples[1:])
 
 
@@ -169,12 +170,13 @@ def _delivered(sent: Round, to: int) -> dict[int, Payload]:
 def _round_seconds(comm: Communicator, nbytes: int) -> float:
     """Median seconds of a round of bodies of nbytes.
 
-    Short ones come in a row, so that it does not matter who leaves the barrier last.
+    Short ones come in a row, so that it does not matter who leaves the barrier last. Each call has a payload of its
+    own: its slot carries the call's number, and the last one may still be on its way.
     """
     distances = list(schedules.powers_of_two(below=comm.size)) * (1 if nbytes else SHORT_ROUNDS)
-    payload = Payload.of(torch.zeros(nbytes, dtype=torch.uint8))
 
     def shifts() -> Schedule[None]:
+        payload = Payload.of(torch.zeros(nbytes, dtype=torch.uint8))
         for distance in distances:
             to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
             yield Round({to: payload}, {source: payload.nbytes})
