@@ -159,6 +159,7 @@ WAYS: dict[str, Way] = {
     "spardl": _by("spardl"),
     "spardl int8-packed": _by("spardl", wire="int8-packed"),
     "spardl teams=2": Way(lambda run: fitting(run, "spardl", options={"teams": 2})),
+    "spardl teams=2 int8-packed": Way(lambda run: fitting(run, "spardl", options={"teams": 2}, wire="int8-packed")),
     "largest of the sum": Way(lambda run: fitting(run, LargestOfTheSum())),
     "dgc": Way(_dgc, optimizers=("sgd",)),
     "torch DDP": _torch(),
