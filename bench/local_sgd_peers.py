@@ -15,10 +15,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,10 +28,10 @@ from torch import Tensor, nn
 
 from bench.real_ranks import found_by, tell, unhindered
 from bench.record import asked, parser_of, record
+from bench.torchft_manager import manager_of
 
 RANKS, EVERY, WIDTH, LAYERS = 2, 4, 256, 8
 COLUMNS = ("algorithm", "library", "difference", "boundary", "bytes", "step")
-LOOPBACK = "127.0.0.1"
 APART = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"')
 """A network of its own, whose loopback carries nothing but the ranks' bytes."""
 
@@ -129,7 +128,7 @@ def torchft(make: Callable[[Any, Task], Any]) -> Way:
     """torchft's, with its manager, and its lighthouse on rank 0."""
 
     def way(task: Task, exits: ExitStack) -> Step:
-        exits.enter_context(make(exits.enter_context(_manager(task)), task))
+        exits.enter_context(make(exits.enter_context(manager_of(task.model)), task))
 
         def step() -> None:
             task.inner.zero_grad()
@@ -139,42 +138,6 @@ def torchft(make: Callable[[Any, Task], Any]) -> Way:
         return step
 
     return way
-
-
-@contextmanager
-def _manager(task: Task) -> Iterator[Any]:
-    from torchft.coordination import LighthouseServer
-    from torchft.manager import Manager
-    from torchft.process_group import ProcessGroupGloo
-
-    rank = dist.get_rank()
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=RANKS) if rank == 0 else None
-    address = [None if lighthouse is None else f"http://{LOOPBACK}:{lighthouse.address().rpartition(':')[2]}"]
-    dist.broadcast_object_list(address, src=0)
-    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
-        load_state_dict=task.model.load_state_dict,
-        state_dict=task.model.state_dict,
-        min_replica_size=RANKS,
-        use_async_quorum=False,
-        rank=0,
-        world_size=1,
-        store_addr=LOOPBACK,
-        store_port=store.port,
-        lighthouse_addr=address[0],
-        replica_id=f"replica {rank}",
-        hostname=LOOPBACK,
-        init_sync=False,  # or one replica loads the other's model at the first boundary, and has no say there
-    )
-    try:
-        yield manager
-    finally:
-        dist.barrier()
-        manager.shutdown(wait=False)
-        dist.barrier()
-        if lighthouse is not None:
-            lighthouse.shutdown()
 
 
 def _torchft_local_sgd(manager: Any, task: Task) -> Any:

@@ -5,14 +5,15 @@ DDP") ends with the bits of "dense" on two ranks, since both halve the same sum.
 differs, and scores agree within rounding.
 PowerSGD has its first tenth of the steps dense, as torch's documentation advises, and one bucket: with several, torch's
 hook starts sums in another order on each rank. Local SGD is torch's PostLocalSGDOptimizer, a tenth of the steps
-synchronous. Bytes are not counted but reckoned: elements that are reduced, times 2(P − 1)/P in 2(P − 1) messages as a
-ring sends them. BatchNorm's running statistics are rank 0's here, which DDP copies to all; with simulated ranks they
-are each rank's own. Rank 0 is the one that is scored, and training does not read them: that makes no difference.
+synchronous; DiLoCo is torchft's, with the settings of ours. Bytes are not counted but reckoned: elements that are
+reduced, times 2(P − 1)/P in 2(P − 1) messages as a ring sends them. BatchNorm's running statistics are rank 0's here,
+which DDP copies to all; with simulated ranks they are each rank's own. Rank 0 is the one that is scored, and training
+does not read them: that makes no difference.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -24,13 +25,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.convergence import periodic
 from bench.convergence.rank import Point, Training, curve_of
 from bench.convergence.tasks import DEVICE, TASKS
 from bench.convergence.ways import WARM_UP, Run, inner_of
 from bench.real_ranks import found_by, tell, unhindered
+from bench.torchft_manager import manager_of
 
-LOW_RANK, LOCAL = "torch PowerSGD hook", "torch PostLocalSGD"
-EVERY = 4  # steps between two averages
+LOW_RANK, LOCAL, DILOCO = "torch PowerSGD hook", "torch PostLocalSGD", "torchft DiLoCo"
+PERIODS = {LOCAL: 4, DILOCO: periodic.TAU}
+"""Steps between two averages."""
 SECONDS = 1800  # that a training may take
 
 Reduced = Callable[[int], tuple[float, int]]
@@ -58,6 +62,8 @@ def on_rank(asked: dict[str, Any]) -> None:
 
 def training(run: Run, model: nn.Module, rate: float) -> Training:
     """One rank's, in the default process group."""
+    if run.way == DILOCO:
+        return _diloco(run, model, rate)
     inner = inner_of(run, model, rate)
     if run.way == LOCAL:
         return _post_local_sgd(run, model, inner)
@@ -86,31 +92,61 @@ def _post_local_sgd(run: Run, model: nn.Module, inner: torch.optim.Optimizer) ->
     ddp = DistributedDataParallel(model)
     state = PostLocalSGDState(None, None, warm, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
     ddp.register_comm_hook(state, post_localSGD_hook)
-    optimizer = PostLocalSGDOptimizer(optim=inner, averager=PeriodicModelAverager(period=EVERY, warmup_steps=warm))
+    optimizer = PostLocalSGDOptimizer(optim=inner, averager=PeriodicModelAverager(PERIODS[LOCAL], warmup_steps=warm))
     numel = sum(p.numel() for p in ddp.parameters())
 
     def step() -> None:
         optimizer.step()  # type: ignore[no-untyped-call]
         taken[0] += 1
 
-    def mean() -> None:
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.data)
-            parameter.data /= size
-
-    @contextmanager
-    def agreed() -> Iterator[None]:
-        kept = [parameter.detach().clone() for parameter in model.parameters()]
-        mean()
-        yield
-        for parameter, before in zip(model.parameters(), kept, strict=True):
-            parameter.data.copy_(before)
-
     def sent() -> tuple[int, int]:
-        rounds = min(taken[0], warm) + max(0, taken[0] - warm) // EVERY
+        rounds = min(taken[0], warm) + max(0, taken[0] - warm) // PERIODS[LOCAL]
         return round(8 * (size - 1) / size * numel * rounds), 2 * (size - 1) * rounds
 
+    agreed, mean = partial(_mean_for_now, model), partial(_take_mean, model)
     return Training(model, calls=ddp, optimizer=inner, step=step, sent=sent, agreed=agreed, finish=mean)
+
+
+def _diloco(run: Run, model: nn.Module, rate: float) -> Training:
+    """With the outer optimizer and the share of the rate that ours has. What its manager sends is not reckoned."""
+    from torchft.local_sgd import DiLoCo
+
+    inner, outer = inner_of(run, model, periodic.SHARES[run.optimizer] * rate), periodic.OUTER(model.parameters())
+    size, taken, exits = dist.get_world_size(), [0], ExitStack()
+    manager = exits.enter_context(manager_of(model))
+    exits.enter_context(DiLoCo(manager, [model], inner, outer, sync_every=PERIODS[DILOCO], pin_memory=False))
+    numel = sum(p.numel() for p in model.parameters())
+
+    def step() -> None:
+        inner.step()
+        taken[0] += 1
+
+    def sent() -> tuple[int, int]:
+        rounds = taken[0] // PERIODS[DILOCO]
+        return round(8 * (size - 1) / size * numel * rounds), 2 * (size - 1) * rounds
+
+    def finish() -> None:
+        exits.close()
+        _take_mean(model)
+
+    agreed = partial(_mean_for_now, model)
+    return Training(model, calls=model, optimizer=inner, step=step, sent=sent, agreed=agreed, finish=finish)
+
+
+def _take_mean(model: nn.Module) -> None:
+    """Of all ranks' parameters."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+
+
+@contextmanager
+def _mean_for_now(model: nn.Module) -> Iterator[None]:
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    _take_mean(model)
+    yield
+    for parameter, before in zip(model.parameters(), kept, strict=True):
+        parameter.data.copy_(before)
 
 
 def _plain(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:

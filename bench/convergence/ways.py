@@ -167,6 +167,7 @@ WAYS: dict[str, Way] = {
     "torch PowerSGD hook": _torch("torch-powersgd rank=2"),
     **{f"torch PowerSGD hook rank {rank}": _torch(f"torch-powersgd rank={rank}") for rank in (1, 4, 8)},
     "torch PostLocalSGD": _torch("torch-local-sgd sync_every=4"),
+    "torchft DiLoCo": replace(_torch(), optimizers=("adamw",)),
     "local-sgd": _periodic("local-sgd sync_every=4", optimizers=OPTIMIZERS),
     "local-sgd int8": _periodic("local-sgd sync_every=4 compress=int8", optimizers=OPTIMIZERS),
     "overlap-local-sgd": _periodic("overlap-local-sgd sync_every=4", optimizers=OPTIMIZERS),

@@ -1,6 +1,6 @@
 """Seconds until a model is as good as plain DDP in bf16 makes it: which way gets there first behind a slow link?
 
-    python -m bench time-to-quality [--tasks NAME ...] [--ranks P ...] [--links NAME ...] [--seeds N] [--whole]
+    hatch run peers:bench time-to-quality [--tasks NAME ...] [--ranks P ...] [--links NAME ...] [--seeds N] [--whole]
                                     [--full] [--output DIR]
 
 Quality by step: trainings of `python -m bench convergence`, taken from its record, or made if it lacks them. Seconds by
@@ -17,6 +17,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import permutations, product
 from typing import Any
 
@@ -32,10 +33,13 @@ LINKS = {"1 Gbit/s, 0.1 ms": (1000.0, 0.1), "100 Mbit/s, 1 ms": (100.0, 1.0), "1
 BF16, POWERSGD = "torch bf16 hook", "torch PowerSGD hook"
 OPTIMIZERS = {"resnet20-clothing": "sgd"}
 """Of tasks that are not trained with AdamW."""
-TORCH = (DDP, BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), "torch PostLocalSGD")
+TORCHFT = find_spec("torchft") is not None
+AVERAGING = ("torch PostLocalSGD", *(["torchft DiLoCo"] if TORCHFT else []))
+TORCH = (DDP, BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), *AVERAGING)
 SPARSE = tuple((way, 0.01) for way in ("gtopk", "gtopk int8-packed", "topk-allgather", "spardl", "spardl teams=2"))
-ON_TEXT = tuple((way, 0.01) for way in ("topk-allgather int8-packed", "spardl int8-packed"))
-SYNCHRONOUS = tuple((way, 1.0) for way in ("powersgd rank 4", "dense-int8"))
+PACKED = ("topk-allgather int8-packed", "spardl int8-packed", "spardl teams=2 int8-packed")
+ON_TEXT = tuple((way, 0.01) for way in PACKED)
+SYNCHRONOUS = tuple((way, 1.0) for way in ("dense", "dense bf16", "powersgd rank 4", "dense-int8"))
 PERIODIC = (
     *((way, 1.0) for way in ("local-sgd", "local-sgd int8", "overlap-local-sgd", "diloco", "diloco int2")),
     ("sparseloco", 0.021),
@@ -44,7 +48,7 @@ QUICK = ("vit-digits",)
 """Tasks whose trainings take seconds; those of the others take minutes."""
 FULL = ("gpt-text", *QUICK, "resnet20-clothing", "lstm-text")
 COLUMNS = ("task", "link", "P", "way", "step_ms", "reached", "seconds", "over_bf16", "over_powersgd", "advised")
-AGAINST = "DistributedDataParallel with torch's bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
+AGAINST = "DistributedDataParallel with torch's bf16 and PowerSGD hooks, PostLocalSGDOptimizer, and torchft's DiLoCo"
 
 
 def main(argv: Sequence[str] = ()) -> None:
@@ -65,6 +69,8 @@ def main(argv: Sequence[str] = ()) -> None:
         ranks=([2], [4, 2, 8]),
         seeds=(1, 5),
     )
+    if not TORCHFT:
+        print("left out, because not installed: torchft (hatch run peers:bench time-to-quality has it)")
     rows = [row for cell, link in _cells(options) for row in _rows(cell, link, options)]
     again = [found for cell, link in _cells(options) if (found := _again(cell, link, options))]
     checked = list(_whole(options)) if options.whole or options.full else []

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from slow_link import open_link
 from slow_link.throttled import behind_link
 from sparse_compress import WarmUp
+from torch.nn.parallel import DistributedDataParallel
 
 from bench.convergence import periodic, torch_hooks
 from bench.convergence.rank import Training
@@ -134,13 +135,17 @@ def on_rank(asked: Sequence[Any], cases: Iterable[Sequence[Any]]) -> None:
 
 
 def _advised(cell: Cell, alone: float) -> Case | None:
-    """What `thinwire.advise` says to these ranks, each of which computes a step in `alone` seconds. Collective."""
+    """What `thinwire.advise` says to these ranks, each of which computes a step in `alone` seconds. Collective.
+
+    The model is in DDP, so that torch's ways may be said too; "leave it off" leaves DDP.
+    """
     task = TASKS[cell.task]
-    said = thinwire.advise(task.model(), steps_per_second=1 / alone, optimizer=cell.optimizer, data=task.data)
+    ddp = DistributedDataParallel(task.model())
+    said = thinwire.advise(ddp, steps_per_second=1 / alone, optimizer=cell.optimizer, data=task.data)
     p = said.recommendation.step.prediction
-    if p.algorithm == DENSE:
-        return Case(DENSE if p.wire == "fp32" else f"{DENSE} {p.wire}")
-    names = (name for name, way in WAYS.items() if (p.variant, p.wire) in (way.advised, (name, "fp32")))
+    if p.name == DENSE:
+        return Case(DDP)
+    names = (name for name, way in WAYS.items() if name == p.name or way.advised == (p.variant, p.wire))
     return next((Case(name, p.density) for name in names), None)
 
 
@@ -188,9 +193,7 @@ def _turn(steps: Steps, period: int) -> int:
 
 def _period(way: str) -> int:
     """Steps until it begins anew."""
-    if way == torch_hooks.LOCAL:
-        return torch_hooks.EVERY
-    return periodic.PERIODS.get(way, 1)
+    return (periodic.PERIODS | torch_hooks.PERIODS).get(way, 1)
 
 
 def all_steps(asked: Sequence[Any], run: dict[str, Any]) -> None:
