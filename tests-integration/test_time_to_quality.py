@@ -2,19 +2,22 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sparse_collectives import Prediction
 
 from bench.convergence.journal import key
 from bench.convergence.quality import goal_of, steps_until
 from bench.convergence.tasks import TASKS
 from bench.convergence.ways import WAYS, Run
 from bench.time_to_quality import command
+from bench.time_to_quality import seconds as seconds_module
 from bench.time_to_quality.best import best_of
 from bench.time_to_quality.command import runs_of
-from bench.time_to_quality.seconds import ALONE, JOURNAL, Case, Cell, phases, until
+from bench.time_to_quality.seconds import ALONE, JOURNAL, Case, Cell, case_of, phases, until
 
 CELL = Cell("vit-digits", "adamw", 2, 100.0, 1.0)
 
@@ -78,6 +81,32 @@ def test_every_way_of_a_task_is_known_and_trained_alike():
             assert {run.steps for run in found} == {of.steps}
 
 
+def said(algorithm, density=1.0, wire="fp32", **options):
+    return Prediction(algorithm, 1000, density, wire, 0, 0, 0.0, 0.0, 0.0, 0.0, options)
+
+
+def test_what_is_advised_is_the_case_that_trains_so():
+    assert case_of(said("dense")) == Case("torch DDP")  # "leave it off" leaves DDP
+    assert case_of(said("dense", wire="bf16")) == Case("dense bf16")
+    assert case_of(said("gtopk", 0.01)) == Case("gtopk", 0.01)
+    assert case_of(said("spardl", 0.01, "int8-packed", teams=2)) == Case("spardl teams=2 int8-packed", 0.01)
+    assert case_of(said("powersgd", rank=2)) == Case("powersgd")
+    assert case_of(said("torch-powersgd", rank=8)) == Case("torch PowerSGD hook rank 8")
+    assert case_of(said("local-sgd", sync_every=4, compress="int8")) == Case("local-sgd int8")
+    assert case_of(said("torch-local-sgd", sync_every=4)) == Case("torch PostLocalSGD")
+    assert case_of(said("eager-solo")) is None
+
+
+def test_a_turn_is_whole_periods_that_last_long_enough_on_the_slowest_rank(monkeypatch):
+    taken = []
+    steps = SimpleNamespace(take=taken.append, seconds=lambda count: 0.001)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda seconds, op: seconds.mul_(10))  # another rank is slower
+    assert seconds_module._turn(steps, 1) == 30
+    assert seconds_module._turn(steps, 4) == 32
+    assert seconds_module._turn(steps, 50) == 50
+    assert taken == [2, 1, 1]  # and its first period: three steps or more before anything is measured
+
+
 def row(way, library, seconds, *, link="a", advised=False):
     place = {"task": "t", "P": 2, "link": link, "goal": 1.0}
     return place | {"way": way, "library": library, "seconds": seconds, "advised": advised, "density": 1.0}
@@ -101,6 +130,7 @@ def test_the_best_of_each_line_and_how_many_times_as_long_others_take():
         "dense-int8",
     )
     assert [first[name] for name in ("over_bf16", "over_powersgd", "over_torch", "late")] == [5.0, 3.0, 3.0, 2.5]
+    assert first["behind"] == 5.0 / 6.0
     assert second["ours"] is second["powersgd"] is second["advised"] is None
     assert second["over_bf16"] == 0.0
     assert best_of([row("torch PowerSGD hook", "torch", None), row("gtopk", "thinwire", 1.0)])[0]["over_powersgd"] == (

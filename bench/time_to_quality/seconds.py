@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from slow_link import open_link
 from slow_link.throttled import behind_link
+from sparse_collectives import Prediction
 from sparse_compress import WarmUp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,11 +143,17 @@ def _advised(cell: Cell, alone: float) -> Case | None:
     task = TASKS[cell.task]
     ddp = DistributedDataParallel(task.model())
     said = thinwire.advise(ddp, steps_per_second=1 / alone, optimizer=cell.optimizer, data=task.data)
-    p = said.recommendation.step.prediction
-    if p.name == DENSE:
+    return case_of(said.recommendation.step.prediction)
+
+
+def case_of(advised: Prediction) -> Case | None:
+    """The case that is trained as `thinwire.advise` says; None if it is none of `WAYS`."""
+    if advised.name == DENSE:
         return Case(DDP)
-    names = (name for name, way in WAYS.items() if name == p.name or way.advised == (p.variant, p.wire))
-    return next((Case(name, p.density) for name in names), None)
+    known = (name for name, way in WAYS.items() if way.advised == (advised.variant, advised.wire))
+    exact = advised.variant if advised.wire == "fp32" else f"{advised.variant} {advised.wire}"
+    name = exact if exact in WAYS else next(known, None)
+    return None if name is None else Case(name, advised.density)
 
 
 def _training(cell: Cell, case: Case) -> Training:
