@@ -39,7 +39,9 @@ TORCH = (DDP, BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8))
 SPARSE = tuple((way, 0.01) for way in ("gtopk", "gtopk int8-packed", "topk-allgather", "spardl", "spardl teams=2"))
 PACKED = ("topk-allgather int8-packed", "spardl int8-packed", "spardl teams=2 int8-packed")
 ON_TEXT = tuple((way, 0.01) for way in PACKED)
-SYNCHRONOUS = tuple((way, 1.0) for way in ("dense", "dense bf16", "powersgd rank 4", "dense-int8"))
+WITH_ADAMW = tuple((way, 1.0) for way in ("dense", "dense bf16"))
+"""Not with SGD, whose trainings take half an hour each."""
+SYNCHRONOUS = tuple((way, 1.0) for way in ("powersgd rank 4", "dense-int8"))
 PERIODIC = (
     *((way, 1.0) for way in ("local-sgd", "local-sgd int8", "overlap-local-sgd", "diloco", "diloco int2")),
     ("sparseloco", 0.021),
@@ -88,7 +90,8 @@ def _cells(options: argparse.Namespace) -> Iterator[tuple[Cell, str]]:
 def runs_of(cell: Cell, seeds: int) -> dict[Case, list[Run]]:
     """Trainings that are compared, by what they send at last."""
     ways, task = [*((way, 1.0) for way in TORCH), *SYNCHRONOUS, *SPARSE, *PERIODIC], TASKS[cell.task]
-    ways, steps, found = [*ways, *(ON_TEXT if task.text else ())], task.steps, {}
+    ways = [*ways, *(ON_TEXT if task.text else ()), *(WITH_ADAMW if cell.optimizer == "adamw" else ())]
+    steps, found = task.steps, dict[Case, list[Run]]()
     for way, density in ways:
         if cell.optimizer in WAYS[way].optimizers and (cell.ranks % 4 == 0 or "teams" not in way):
             run = (cell.task, cell.optimizer, way, density, 0.0, cell.ranks)
