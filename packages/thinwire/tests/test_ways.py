@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import time
 import warnings
 from contextlib import contextmanager
@@ -122,7 +123,11 @@ def test_bytes_are_those_that_a_training_sends(way, ranks):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("way", OURS, ids=lambda way: way.name)
 def test_rounds_cost_what_the_simulated_clock_says(way, ranks):
-    """Behind a link where nothing counts but α. Two sums that are under way at once get in each other's way."""
+    """Behind a link where nothing counts but α.
+
+    What travels side by side costs it once, as on real links: on 4 gloo ranks, of which each message takes 50 ms, a sum
+    in int8 takes 182 ms for three rounds with five messages. The simulated clock sends one after another.
+    """
 
     def body(comm):
         model = model_of()
@@ -139,7 +144,15 @@ def test_rounds_cost_what_the_simulated_clock_says(way, ranks):
     link = Link(30e-3, 0.0)
     told = way.predict([p.shape for p in model_of().parameters()], size=ranks, link=link, work=Work())
     seconds = max(SimulatedWorld(ranks, link=link).run(body))
-    assert told.latency * way.every == pytest.approx(seconds, rel=0.15 if "powersgd" in way.name else 0.35)
+    latency, gather = told.latency * way.every, math.ceil(math.log2(ranks))
+    if any(bits in way.name for bits in ("int8", "int2")):
+        assert seconds > latency == pytest.approx((1 + gather) * link.alpha)
+    elif way.gathers:
+        assert seconds > latency == pytest.approx(gather * link.alpha)
+    elif way.fragments > 1:  # the last one is shorter than a quarter, and may double where that halves
+        assert seconds * 0.99 <= latency <= seconds * 2.01
+    else:
+        assert latency == pytest.approx(seconds, rel=0.15 if "powersgd" in way.name else 0.35)
 
 
 def test_a_step_has_its_share_of_an_exchange_after_a_block_and_hides_none():

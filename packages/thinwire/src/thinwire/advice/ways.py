@@ -244,8 +244,18 @@ def _model_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
     return Traffic.allreduce(4 * elements(shapes), rank, size, 4)
 
 
+def _int8_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
+    return _at_once(Traffic.quantised(elements(shapes), rank, size))
+
+
 def _few_bits_sent(bits: int, rank: int, size: int, shapes: Shapes) -> Traffic:
-    return Traffic.total(Traffic.quantised(elements(shapes), rank, size, bits=bits), _weights(rank, size))
+    return _at_once(Traffic.quantised(elements(shapes), rank, size, bits=bits), _weights(rank, size))
+
+
+def _at_once(*parts: Traffic) -> Traffic:
+    """All bytes, in one message for each round of the longest part: α of what travels side by side passes once."""
+    rounds = max(part.rounds for part in parts)
+    return Traffic(sum(part.nbytes for part in parts), rounds, rounds)
 
 
 def _local(*, int8: bool = False) -> Way:
@@ -311,7 +321,7 @@ def _sparse_loco(every: int) -> Way:
         sizes = [(rows, CHUNK), (1, left)] if left else [(rows, CHUNK)]
         kept = [(many, max(1, round(SPARSELOCO_DENSITY * of))) for many, of in sizes]
         block = sum(4 * many + 7 * -(-many * count // 4) for many, count in kept)
-        return Traffic.total(Traffic.allgather([block] * size, rank), _weights(rank, size))
+        return _at_once(Traffic.allgather([block] * size, rank), _weights(rank, size))
 
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         return SparseLoCo(optimizer, model=model, comm=comm, sync_every=every, density=SPARSELOCO_DENSITY)
@@ -323,7 +333,7 @@ def _sparse_loco(every: int) -> Way:
 
 
 WAYS: tuple[Way, ...] = (
-    _compressed("dense-int8", lambda rank, size, shapes: Traffic.quantised(elements(shapes), rank, size)),
+    _compressed("dense-int8", _int8_sent),
     *(_compressed("powersgd", partial(_power_sgd_sent, columns), rank=columns) for columns in (2, 4)),
     *map(_torch_powersgd, (1, 2, 4, 8)),
     _local(),
