@@ -37,6 +37,8 @@ CHUNK, SPARSELOCO_DENSITY = 4096, 0.021
 FRAGMENTS = 4
 FIRST_BUCKET = 1 << 20
 """Bytes of DDP's first bucket, where it was given no size."""
+HANDLING = 5e-3
+"""Seconds of α in which a rank has a message in hand, at most; of messages side by side the rest passes once."""
 SIDE = 1024
 """Parameters of which no shapes are known are taken for matrices of so many rows and columns."""
 
@@ -95,7 +97,10 @@ class Way:
     def predict(self, shapes: Shapes, *, size: int, link: Link, work: Work) -> Prediction:
         """A step's share of the exchange, as the busiest rank sees it; backward hides none of its own work."""
         numel, ranks = elements(shapes), prediction.ranks_of_interest(size)
-        found = prediction.network_seconds([self.sent(rank, size, shapes) for rank in ranks], [0.0] * len(ranks), link)
+        sent = [self.sent(rank, size, shapes) for rank in ranks]
+        found = prediction.network_seconds(sent, [0.0] * len(ranks), link)
+        beside = min(max(0, each.messages - each.rounds) for each in sent)
+        found["latency"] -= beside * max(0.0, link.alpha - HANDLING)
         share = {name: value / self.every for name, value in found.items() if name != "rounds"}
         return Prediction(
             self.algorithm,
@@ -244,18 +249,13 @@ def _model_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
     return Traffic.allreduce(4 * elements(shapes), rank, size, 4)
 
 
-def _int8_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
-    return _at_once(Traffic.quantised(elements(shapes), rank, size))
-
-
 def _few_bits_sent(bits: int, rank: int, size: int, shapes: Shapes) -> Traffic:
-    return _at_once(Traffic.quantised(elements(shapes), rank, size, bits=bits), _weights(rank, size))
+    return _beside(Traffic.quantised(elements(shapes), rank, size, bits=bits), _weights(rank, size))
 
 
-def _at_once(*parts: Traffic) -> Traffic:
-    """All bytes, in one message for each round of the longest part: α of what travels side by side passes once."""
-    rounds = max(part.rounds for part in parts)
-    return Traffic(sum(part.nbytes for part in parts), rounds, rounds)
+def _beside(long: Traffic, short: Traffic) -> Traffic:
+    """Of two collectives that are under way at once."""
+    return Traffic(long.nbytes + short.nbytes, long.messages + short.messages, max(long.rounds, short.rounds))
 
 
 def _local(*, int8: bool = False) -> Way:
@@ -321,7 +321,7 @@ def _sparse_loco(every: int) -> Way:
         sizes = [(rows, CHUNK), (1, left)] if left else [(rows, CHUNK)]
         kept = [(many, max(1, round(SPARSELOCO_DENSITY * of))) for many, of in sizes]
         block = sum(4 * many + 7 * -(-many * count // 4) for many, count in kept)
-        return _at_once(Traffic.allgather([block] * size, rank), _weights(rank, size))
+        return _beside(Traffic.allgather([block] * size, rank), _weights(rank, size))
 
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         return SparseLoCo(optimizer, model=model, comm=comm, sync_every=every, density=SPARSELOCO_DENSITY)
@@ -333,7 +333,7 @@ def _sparse_loco(every: int) -> Way:
 
 
 WAYS: tuple[Way, ...] = (
-    _compressed("dense-int8", _int8_sent),
+    _compressed("dense-int8", lambda rank, size, shapes: Traffic.quantised(elements(shapes), rank, size)),
     *(_compressed("powersgd", partial(_power_sgd_sent, columns), rank=columns) for columns in (2, 4)),
     *map(_torch_powersgd, (1, 2, 4, 8)),
     _local(),
