@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-HEARTBEATS = timedelta(seconds=5)
-"""Between two of a rank, so that they take nothing from others' steps; torchft's default is 0.1 s."""
+HEARTBEATS, PATIENCE = timedelta(seconds=5), timedelta(seconds=50)
+"""Between two of a rank, so that they take nothing from others' steps (torchft's default is 0.1 s), and without any."""
 
 
 @contextmanager
@@ -23,8 +23,9 @@ def manager_of(model: nn.Module) -> Iterator[Any]:
 
     rank, size, host, lighthouse = dist.get_rank(), dist.get_world_size(), _own_address(), None
     if rank == 0:
-        patience = 10_000 * HEARTBEATS // timedelta(seconds=1)  # milliseconds
-        lighthouse = LighthouseServer(bind="[::]:0", min_replicas=size, heartbeat_timeout_ms=patience)
+        lighthouse = LighthouseServer(
+            bind="[::]:0", min_replicas=size, heartbeat_timeout_ms=round(1e3 * PATIENCE.total_seconds())
+        )
     address = [None if lighthouse is None else f"http://{host}:{lighthouse.address().rpartition(':')[2]}"]
     dist.broadcast_object_list(address, src=0)
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -55,7 +56,7 @@ def manager_of(model: nn.Module) -> Iterator[Any]:
 
 
 def _own_address() -> str:
-    """At which other ranks reach this one."""
+    """Address at which other ranks reach this one."""
     master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with socket.create_connection(master) as connection:
         return str(connection.getsockname()[0])

@@ -5,10 +5,10 @@ DDP") ends with the bits of "dense" on two ranks, since both halve the same sum.
 differs, and scores agree within rounding.
 PowerSGD has its first tenth of the steps dense, as torch's documentation advises, and one bucket: with several, torch's
 hook starts sums in another order on each rank. Local SGD is torch's PostLocalSGDOptimizer, a tenth of the steps
-synchronous; DiLoCo is torchft's, with the settings of ours. Bytes are not counted but reckoned: elements that are
-reduced, times 2(P − 1)/P in 2(P − 1) messages as a ring sends them. BatchNorm's running statistics are rank 0's here,
-which DDP copies to all; with simulated ranks they are each rank's own. Rank 0 is the one that is scored, and training
-does not read them: that makes no difference.
+synchronous; DiLoCo is torchft's, with the settings of ours, and one sum a parameter, as it does by default. Bytes are
+not counted but reckoned: elements that are reduced, times 2(P − 1)/P in 2(P − 1) messages as a ring sends them.
+BatchNorm's running statistics are rank 0's here, which DDP copies to all; with simulated ranks they are each rank's
+own. Rank 0 is the one that is scored, and training does not read them: that makes no difference.
 """
 
 import warnings
@@ -28,12 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.convergence import periodic
 from bench.convergence.rank import Point, Training, curve_of
 from bench.convergence.tasks import DEVICE, TASKS
-from bench.convergence.ways import WARM_UP, Run, inner_of
+from bench.convergence.ways import TORCHFT, WARM_UP, Run, inner_of
 from bench.real_ranks import found_by, tell, unhindered
 from bench.torchft_manager import manager_of
 
-LOW_RANK, LOCAL, DILOCO = "torch PowerSGD hook", "torch PostLocalSGD", "torchft DiLoCo"
-PERIODS = {LOCAL: 4, DILOCO: periodic.TAU}
+LOW_RANK, LOCAL = "torch PowerSGD hook", "torch PostLocalSGD"
+PERIODS = {LOCAL: 4, TORCHFT: periodic.TAU}
 """Steps between two averages."""
 SECONDS = 1800  # that a training may take
 
@@ -62,7 +62,7 @@ def on_rank(asked: dict[str, Any]) -> None:
 
 def training(run: Run, model: nn.Module, rate: float) -> Training:
     """One rank's, in the default process group."""
-    if run.way == DILOCO:
+    if run.way == TORCHFT:
         return _diloco(run, model, rate)
     inner = inner_of(run, model, rate)
     if run.way == LOCAL:
@@ -108,13 +108,13 @@ def _post_local_sgd(run: Run, model: nn.Module, inner: torch.optim.Optimizer) ->
 
 
 def _diloco(run: Run, model: nn.Module, rate: float) -> Training:
-    """With the outer optimizer and the share of the rate that ours has. What its manager sends is not reckoned."""
+    """Has the outer optimizer and the share of the rate that ours has. What its manager sends is not reckoned."""
     from torchft.local_sgd import DiLoCo
 
     inner, outer = inner_of(run, model, periodic.SHARES[run.optimizer] * rate), periodic.OUTER(model.parameters())
     size, taken, exits = dist.get_world_size(), [0], ExitStack()
     manager = exits.enter_context(manager_of(model))
-    exits.enter_context(DiLoCo(manager, [model], inner, outer, sync_every=PERIODS[DILOCO], pin_memory=False))
+    exits.enter_context(DiLoCo(manager, [model], inner, outer, sync_every=PERIODS[TORCHFT], pin_memory=False))
     numel = sum(p.numel() for p in model.parameters())
 
     def step() -> None:
@@ -122,7 +122,7 @@ def _diloco(run: Run, model: nn.Module, rate: float) -> Training:
         taken[0] += 1
 
     def sent() -> tuple[int, int]:
-        rounds = taken[0] // PERIODS[DILOCO]
+        rounds = taken[0] // PERIODS[TORCHFT]
         return round(8 * (size - 1) / size * numel * rounds), 2 * (size - 1) * rounds
 
     def finish() -> None:
@@ -134,7 +134,7 @@ def _diloco(run: Run, model: nn.Module, rate: float) -> Training:
 
 
 def _take_mean(model: nn.Module) -> None:
-    """Of all ranks' parameters."""
+    """Replaces the parameters by the mean of all ranks."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.data)
         parameter.data /= dist.get_world_size()

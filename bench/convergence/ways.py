@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ OPTIMIZERS = ("sgd", "adamw", "muon")
 MOMENTUM = 0.9
 BETA1, BETA1_WAITING = 0.9, 0.5  # AdamW's own default, and where updates wait
 WARM_UP = 10  # a tenth of the steps, dense
+TORCHFT = "torchft DiLoCo"  # a way where torchft is installed, as by hatch run peers:bench
 TINY = 256  # elements: biases and norms of these models, not their matrices
 
 
@@ -167,7 +169,7 @@ WAYS: dict[str, Way] = {
     "torch PowerSGD hook": _torch("torch-powersgd rank=2"),
     **{f"torch PowerSGD hook rank {rank}": _torch(f"torch-powersgd rank={rank}") for rank in (1, 4, 8)},
     "torch PostLocalSGD": _torch("torch-local-sgd sync_every=4"),
-    "torchft DiLoCo": replace(_torch(), optimizers=("adamw",)),
+    **({TORCHFT: replace(_torch(), optimizers=("adamw",))} if find_spec("torchft") else {}),
     "local-sgd": _periodic("local-sgd sync_every=4", optimizers=OPTIMIZERS),
     "local-sgd int8": _periodic("local-sgd sync_every=4 compress=int8", optimizers=OPTIMIZERS),
     "overlap-local-sgd": _periodic("overlap-local-sgd sync_every=4", optimizers=OPTIMIZERS),

@@ -17,14 +17,13 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from itertools import permutations, product
 from typing import Any
 
 from bench.convergence import journal
 from bench.convergence.quality import LOSS, POINTS, goal_of, steps_until
 from bench.convergence.tasks import TASKS
-from bench.convergence.ways import WAYS, Run
+from bench.convergence.ways import TORCHFT, WAYS, Run
 from bench.record import asked, parser_of, record
 from bench.time_to_quality import picture
 from bench.time_to_quality.seconds import ALONE, DDP, Case, Cell, measured, on_record, phases, until, whole
@@ -33,14 +32,13 @@ LINKS = {"1 Gbit/s, 0.1 ms": (1000.0, 0.1), "100 Mbit/s, 1 ms": (100.0, 1.0), "1
 BF16, POWERSGD = "torch bf16 hook", "torch PowerSGD hook"
 OPTIMIZERS = {"resnet20-clothing": "sgd"}
 """Of tasks that are not trained with AdamW."""
-TORCHFT = find_spec("torchft") is not None
-AVERAGING = ("torch PostLocalSGD", *(["torchft DiLoCo"] if TORCHFT else []))
+AVERAGING = tuple(way for way in ("torch PostLocalSGD", TORCHFT) if way in WAYS)
 TORCH = (DDP, BF16, POWERSGD, *(f"{POWERSGD} rank {rank}" for rank in (1, 4, 8)), *AVERAGING)
 SPARSE = tuple((way, 0.01) for way in ("gtopk", "gtopk int8-packed", "topk-allgather", "spardl", "spardl teams=2"))
 PACKED = ("topk-allgather int8-packed", "spardl int8-packed", "spardl teams=2 int8-packed")
 ON_TEXT = tuple((way, 0.01) for way in PACKED)
 WITH_ADAMW = tuple((way, 1.0) for way in ("dense", "dense bf16"))
-"""Not with SGD, whose trainings take half an hour each."""
+"""Not with SGD, because ResNet-20's trainings take half an hour each."""
 SYNCHRONOUS = tuple((way, 1.0) for way in ("powersgd rank 4", "dense-int8"))
 PERIODIC = (
     *((way, 1.0) for way in ("local-sgd", "local-sgd int8", "overlap-local-sgd", "diloco", "diloco int2")),
@@ -71,7 +69,7 @@ def main(argv: Sequence[str] = ()) -> None:
         ranks=([2], [4, 2, 8]),
         seeds=(1, 5),
     )
-    if not TORCHFT:
+    if TORCHFT not in WAYS:
         print("left out, because not installed: torchft (hatch run peers:bench time-to-quality has it)")
     rows = [row for cell, link in _cells(options) for row in _rows(cell, link, options)]
     again = [found for cell, link in _cells(options) if (found := _again(cell, link, options))]

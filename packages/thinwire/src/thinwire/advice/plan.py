@@ -43,9 +43,7 @@ def advise(
     data: str | None = None,
     comm: Any = None,
 ) -> Plan:
-    """Predicts training this model with every way to exchange, and recommends one.
-
-    Takes seconds where a link is given; measuring one takes as long as it is slow, behind 50 ms a minute or two.
+    """Predicts training with every way to exchange, recommends one: in seconds, or minutes to measure a slow link.
 
         plan = thinwire.advise(model, steps_per_second=4, optimizer="adamw", link="100mbit", ranks=8)
         print(plan)

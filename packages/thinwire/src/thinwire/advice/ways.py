@@ -254,7 +254,7 @@ def _few_bits_sent(bits: int, rank: int, size: int, shapes: Shapes) -> Traffic:
 
 
 def _beside(long: Traffic, short: Traffic) -> Traffic:
-    """Of two collectives that are under way at once."""
+    """Adds up two collectives that are under way at once."""
     return Traffic(long.nbytes + short.nbytes, long.messages + short.messages, max(long.rounds, short.rounds))
 
 
