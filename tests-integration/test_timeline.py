@@ -12,6 +12,7 @@ from traces import arrows, bars, check_trace
 
 TRAIN = """
 import sys
+import time
 from functools import partial
 import torch
 from communicators import allreduce, as_communicator, barrier, tracing
@@ -42,7 +43,9 @@ for kind in sys.argv[2:]:
             optimizer.average()
 
     def steps(count):
-        for _ in range(count):
+        for taken in range(count):
+            if taken % comm.size == comm.rank:  # each is late in turn, so that each has to wait for another
+                time.sleep(0.05)
             step()
         if kind == "eager":  # the others may need a rank that waits elsewhere
             optimizer.synchronize()
@@ -51,7 +54,7 @@ for kind in sys.argv[2:]:
     barrier(comm)
     sent = comm.bytes_sent
     with tracing.recording() as recorded:
-        steps(4)
+        steps(8)
     if hasattr(optimizer, "wait"):
         optimizer.wait()
     sent = comm.bytes_sent - sent

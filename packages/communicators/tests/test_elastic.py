@@ -400,7 +400,7 @@ def test_a_record_gives_way_only_to_who_knows_the_newest():
 
 
 def test_boards_find_out_whom_they_do_not_reach(monkeypatch):
-    monkeypatch.setattr(store, "PROBE_SECONDS", 1.5)
+    monkeypatch.setattr(store, "PROBE_SECONDS", 4.0)
     kept, names = dist.HashStore(), ["a", "b", "c"]
 
     def unreached(name):
