@@ -36,7 +36,7 @@ def test_one_rank_alone():
     barrier(comm)
     work = start(ring_allreduce(x, 0, 1), comm)
     assert work.is_completed()
-    assert torch.equal(work.get_future().then(lambda future: future.wait() + 1).wait(), x + 1)
+    assert torch.equal(work.get_future(work).then(lambda future: future.wait() + 1).wait(), x + 1)
     with pytest.raises(ValueError, match="cannot exchange with rank 1"):
         run((_ for _ in [Round(recvs={1: 16})]), comm)
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld
+from communicators import CollectiveError, Link, SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, reshard_residuals
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +101,24 @@ def test_bytes_are_the_selections_and_those_of_a_dense_sum_of_what_is_tiny(size)
 
     together = sent(6)
     assert together == [one + other for one, other in zip(sent(0), sent(0, dense=True), strict=True)]
+
+
+@pytest.mark.parametrize("kind", [DistributedOptimizer, UpdateOptimizer])
+def test_what_is_tiny_is_under_way_while_the_selection_is(kind):
+    """So that its messages add their bytes to a step, and not their latency."""
+
+    def body(comm):
+        model, optimizer = made(comm, kind=kind, density=0.2)
+        with optimizer.ahead() if kind is UpdateOptimizer else nullcontext():
+            give(model, comm, 0)
+        begun, start = [], optimizer._exchange.start
+        optimizer._exchange.start = lambda *given, **more: begun.append(start(*given, **more)) or begun[-1]
+        optimizer.step()
+        return [[(work.began, work.ended) for work in mean.works] for mean in begun]
+
+    for ((began, ended), (also_began, also_ended)), *others in SimulatedWorld(4, link=Link(1e-3, 0.0)).run(body):
+        assert not others
+        assert began == also_began < min(ended, also_ended)
 
 
 @pytest.mark.parametrize("size", [1, 3])

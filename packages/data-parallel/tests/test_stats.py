@@ -120,7 +120,7 @@ def test_a_tally_keeps_nothing_that_is_over_although_nobody_says_that_it_waits(p
     for pause, length in pauses:
         now += pause
         spans.append((now, now + length))
-        tally.add(Span(*spans[-1]), dense=1)
+        tally.add([Span(*spans[-1])], dense=1)
         assert len(tally._step) == 1
         now += length
     numbers = tally.numbers()

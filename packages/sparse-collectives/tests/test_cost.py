@@ -8,6 +8,7 @@ from sparse_collectives.algorithms import gtopk, spardl_blocks
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.algorithms.topk_dsa import TopKDSA
 from sparse_collectives.prediction.cost import (
+    HANDLING,
     Handling,
     Prediction,
     predict,
@@ -206,12 +207,16 @@ def test_overlap_hides_what_backward_covers_but_never_the_last_bucket():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_what_is_summed_whole_beside_a_selection_costs_what_a_dense_sum_of_it_does(size):
-    count = 840
-    sparse = predict("gtopk", size=size, numel=100_000, k=1000, link=BANDWIDTH)
-    dense = predict("dense", size=size, numel=count, k=count, link=BANDWIDTH)
-    both = with_whole(sparse, count, size=size, link=BANDWIDTH)
-    for name in ("nbytes", "rounds", "latency", "transfer"):
+@pytest.mark.parametrize("alpha", [0.0, 0.1e-3, HANDLING, 50e-3])
+def test_what_is_summed_whole_beside_a_selection_costs_its_bytes_and_the_handling_of_its_messages(size, alpha):
+    """Its messages travel while those of the selection do, which are no fewer."""
+    count, link = 840, Link(alpha, BANDWIDTH.beta)
+    sparse = predict("gtopk", size=size, numel=100_000, k=1000, link=link)
+    dense = predict("dense", size=size, numel=count, k=count, link=link)
+    both = with_whole(sparse, count, size=size, link=link)
+    for name in ("nbytes", "transfer"):
         assert getattr(both, name) == pytest.approx(getattr(sparse, name) + getattr(dense, name)), name
-    assert with_whole(sparse, 0, size=size, link=BANDWIDTH) == sparse
-    assert with_whole(dense, count, size=size, link=BANDWIDTH) == dense
+    assert both.rounds == sparse.rounds >= dense.rounds
+    assert both.latency == pytest.approx(sparse.latency + dense.rounds * min(alpha, 5e-3))
+    assert with_whole(sparse, 0, size=size, link=link) == sparse
+    assert with_whole(dense, count, size=size, link=link) == dense

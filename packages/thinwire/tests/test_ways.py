@@ -21,7 +21,7 @@ from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDi
 from partial_collectives import EagerSGD
 from replicas import MuonAdamW, refuse_unlike
 from sparse_collectives import ALGORITHMS, Handling
-from sparse_collectives.prediction import step_seconds
+from sparse_collectives.prediction import HANDLING, step_seconds
 from thinwire.__main__ import main
 from thinwire.advice import accuracy, own_work
 from thinwire.advice.measuring import Trained, find_out
@@ -31,7 +31,7 @@ from thinwire.advice.recommendation import OPTIMIZERS, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import Situation
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import BY_NAME, HANDLING, WAYS, Work, assumed_shapes, elements
+from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager

@@ -88,8 +88,12 @@ class Work(ABC, Generic[T]):
         raise NotImplementedError(f"{type(self).__name__} calls nobody back: wait() for it")
 
     @abstractmethod
-    def get_future(self) -> torch.futures.Future[T]:
-        """A torch future of the result. Errors surface through `wait` of this work, and of futures by `then`."""
+    def get_future(self, *beside: Work[Any]) -> torch.futures.Future[T]:
+        """A torch future of the result. Errors surface through `wait` of this work, and of futures by `then`.
+
+        Args:
+            beside: Other works of this communicator. The future is over when all are, with the result of this one.
+        """
 
 
 class Communicator(ABC):

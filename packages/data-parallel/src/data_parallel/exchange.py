@@ -174,7 +174,7 @@ class Exchange:
         mean = Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self.loaded}{self.cut}")
         if not self.native or sending.summed is None:
             mean.start()
-        self.tally.add(mean.work or mean.cost, dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
+        self.tally.add(mean.works or [mean.cost], dense=2 * flat.nbytes * (self.comm.size - 1) // self.comm.size)
         return mean
 
     def open(self, bucket: Bucket) -> Lane:
@@ -352,24 +352,27 @@ class Exchange:
 class Mean:
     """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request.
 
-    work: the call that carries it; None: the transport's own sum does, once it is waited for. cost: of that sum, as a
-    `Work` has it. lost: error of the start, where a rank of an elastic group had died by then.
+    works: the call that carries it, and one beside it, if any; none: the transport's own sum does, once it is waited
+    for. cost: of that sum, as a `Work` has it. lost: error of the start, where a rank of an elastic group had died by
+    then.
     """
 
     exchange: Exchange
     lane: Lane
     sending: Sending
     facts: str
-    work: Work[Checked] | None = None
+    works: list[Work[Checked]] = field(default_factory=list)
     cost: Any = field(default_factory=lambda: SimpleNamespace(began=math.inf, ended=None, bytes_sent=0))
     mean: Tensor | None = None
     lost: CollectiveError | None = None
 
     def start(self) -> None:
-        """Starts the call. An elastic group's failure is an error of `wait`: backward, which starts it, goes on."""
-        comm, checked = self.exchange.comm, self.checked(self.sending.schedule)
+        """Starts the calls. An elastic group's failure is an error of `wait`: backward, which starts them, goes on."""
+        comm, device, sending = self.exchange.comm, self.lane.bucket.device, self.sending
         try:
-            self.work = start(checked, comm, facts=self.facts, device=self.lane.bucket.device)
+            self.works = [start(self.checked(sending.schedule), comm, facts=self.facts, device=device)]
+            if sending.beside is not None:
+                self.works.append(start(self.checked(sending.beside), comm, facts=self.facts, device=device))
         except CollectiveError as error:
             if not comm.elastic:
                 raise
@@ -377,18 +380,23 @@ class Mean:
 
     def wait(self) -> Tensor:
         """The mean. Raises the CollectiveError of the call, or of what is not finite."""
-        if self.lost is not None:
-            raise self.lost
         if self.mean is None:
             exchange = self.exchange
-            result, error = self._summed() if self.work is None else self.work.wait()
-            if error is not None:
-                raise error
+            outcomes = wait_for_all(self.works, self.lost) or [self._summed()]
+            for _, error in outcomes:
+                if error is not None:
+                    raise error
+            result, *beside = [result for result, _ in outcomes]
             with tracing.labelled("restore"):
-                self.mean, seen = self.lane.receive(self.sending, result)
+                self.mean, seen = self.lane.receive(self.sending, (result, *beside) if beside else result)
             if exchange.settings.nonfinite == "skip":
                 exchange.flags.append((all_finite(seen), all_finite(self.lane.values(result)[1])))
         return self.mean
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A torch future that is over when its calls are."""
+        first, *others = self.works
+        return first.get_future(*others)
 
     def checked(self, schedule: Schedule[Any]) -> Schedule[Checked]:
         """The schedule's result and, in the same call, the error that names who gave what is not finite in it.
@@ -424,6 +432,22 @@ class Mean:
                 outcome = total, run(self._culprit(), comm, facts=f"not finite: {self.facts}", device=device)
         self.cost.ended = comm.clock()
         return outcome
+
+
+def wait_for_all(begun: Iterable[Mean | Work[Any]], lost: CollectiveError | None = None) -> list[Any]:
+    """All results; raises the first error once all are over, so that none is under way after it.
+
+    lost: an error from before.
+    """
+    found, errors = [], [] if lost is None else [lost]
+    for one in begun:
+        try:
+            found.append(one.wait())
+        except CollectiveError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return found
 
 
 def _shared_settings(optimizer: Optimizer) -> str:

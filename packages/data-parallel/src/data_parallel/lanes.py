@@ -39,7 +39,8 @@ class Sending:
     facts: what all ranks share, as text. schedule: rounds that carry it, read once. flat: the gradient, 1-D, in its own
     dtype, which the mean may overwrite. scale: its loss scale. unused: spans of it that take no part. suspect: returns
     the first element of which this rank gave something not finite, -1 if none. summed: tensor of which the result is
-    the plain sum, where the transport's own allreduce may do as well.
+    the plain sum, where the transport's own allreduce may do as well. beside: rounds of another call at the same time;
+    `Lane.receive` gets the results of both then.
     """
 
     facts: str
@@ -49,6 +50,7 @@ class Sending:
     unused: Sequence[slice]
     suspect: Callable[[], int]
     summed: Tensor | None = None
+    beside: Schedule[Any] | None = None
 
 
 class Lane:
@@ -74,7 +76,7 @@ class Lane:
         raise NotImplementedError
 
     def values(self, result: Any) -> tuple[Tensor, Tensor]:
-        """Total values, which show any rank's NaN or inf, and dropped values, which only this rank has and keeps."""
+        """Total values of a call, which show any rank's NaN or inf, and dropped values, which only this rank keeps."""
         raise NotImplementedError
 
     def receive(self, sending: Sending, result: Any) -> tuple[Tensor, Tensor]:

@@ -2,24 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from communicators import Bucket, CollectiveError
+from communicators import Bucket
 from torch import Tensor
 
-from data_parallel.exchange import Exchange, Mean
+from data_parallel.exchange import Exchange, Mean, wait_for_all
 from data_parallel.lanes import empty_like
-
-
-def wait_for_all(means: Iterable[Mean]) -> list[Tensor]:
-    """All means; raises the first error once all of them are over, so that none is under way after it."""
-    found, errors = [], []
-    for mean in means:
-        try:
-            found.append(mean.wait())
-        except CollectiveError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return found
 
 
 class Means:

@@ -52,9 +52,8 @@ class ExchangeSettings(TypedDict, total=False):
             kept. `clip_grad_norm_` after the exchange would clip entries that have accumulated over many steps: that
             part is lost, and the model learns badly. With `momentum`, double the learning rate: momentum is cleared
             where entries are sent, and clipped gradients do not grow to make up for that.
-        dense_below: Tensors of fewer elements, such as biases and norms, are summed dense in the same call, beside the
-            selection from the others; `density` is a share of all elements. Their momentum is plain. 0, the default:
-            none.
+        dense_below: Tensors of fewer elements, such as biases and norms, are summed dense while the selection from the
+            others is under way; `density` is a share of all elements. Their momentum is plain. 0, the default: none.
         verify: Number of steps between comparisons of a hash of the parameters across ranks. A difference is a
             CollectiveError on every rank that says who and where; None, the default: never. Unless it is 0, the ranks
             of an optimizer also compare a hash of the parameters in the first exchange, and the groups' settings, such

@@ -1,6 +1,6 @@
 """Cost of exchanges for this rank: bytes handed to the network, and seconds, waited for or hidden."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -20,15 +20,15 @@ class Tally:
         self._before = 0, 0.0, 0.0  # bytes sent, seconds under way and seconds waited, without this step's
         self._dense = 0
 
-    def add(self, work: Any, *, dense: int) -> None:
+    def add(self, works: Sequence[Any], *, dense: int) -> None:
         """Adds an exchange, for which dense gradients would take so many bytes.
 
-        The first after a wait belongs to the next step. work: has `began`, `ended` and `bytes_sent`, as a `Work`.
+        The first after a wait belongs to the next step. works: have `began`, `ended` and `bytes_sent`, as a `Work`.
         """
         if self.waiting_since is not None or all(one.ended is not None for one in self._step):
             self._before, self._step, self.waiting_since = self._totals(), [], None
         self._dense += dense
-        self._step.append(work)
+        self._step += works
 
     def numbers(self) -> dict[str, float]:
         """Bytes and seconds so far, by the names of `communicators.stats.Stats`."""

@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -113,12 +114,17 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                     self._awaited.wait(timeout)
         return self.ended is not None
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def get_future(self, *beside: Work[Any]) -> torch.futures.Future[Any]:
         """A torch future of the result, waited for without the engine's thread: nothing would complete it later."""
+        works = (self, *beside)
         if self.comm.engine.inline:
-            self.is_over(None)
+            with labelled("wait"):
+                self.comm.engine.drive_until(lambda: all(work.ended is not None for work in works), None)
         done: torch.futures.Future[None] = torch.futures.Future(devices=[] if self.side is None else [self.device])
-        self.when_over(lambda: done.set_result(None))
+        when_all_over: Callable[[], None] = partial(done.set_result, None)
+        for work in works:
+            when_all_over = partial(work.when_over, when_all_over)
+        when_all_over()
         return done.then(lambda _: self.result())  # what is raised here surfaces as itself
 
     def when_over(self, callback: Callable[[], None]) -> None:

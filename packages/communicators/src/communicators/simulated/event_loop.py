@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
@@ -72,8 +73,14 @@ class SimulatedCall(Work[Any], Attempt):
     def when_over(self, callback: Action) -> None:
         self._loop.wish(lambda: callback() if self.done else self.callbacks.append(callback))
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        return _SimulatedFuture(self.wait)
+    def get_future(self, *beside: Work[Any]) -> torch.futures.Future[Any]:
+        def result() -> Any:
+            for work in beside:
+                with suppress(CollectiveError):  # its own `wait` raises it again
+                    work.wait()
+            return self.wait()
+
+        return _SimulatedFuture(result)
 
     def cancel(self) -> None:
         self._loop.wish(lambda: self._loop.tear(self))

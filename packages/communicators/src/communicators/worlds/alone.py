@@ -113,7 +113,8 @@ class _Finished(Work[T], Attempt):
     def is_completed(self) -> bool:
         return True
 
-    def get_future(self) -> torch.futures.Future[T]:
+    def get_future(self, *beside: Work[Any]) -> torch.futures.Future[T]:
+        del beside  # over like this one
         future: torch.futures.Future[T] = torch.futures.Future()
         future.set_result(self.wait())
         return future

@@ -363,8 +363,7 @@ class SparseHookState:
         if now.saved is None:
             now.cut.append(ours)
             mean = start(ours, flat)
-            assert mean.work is not None  # the transport's own sums are for optimizers
-            over, take = mean.work.get_future(), mean.wait
+            over, take = mean.get_future(), mean.wait  # the transport's own sums are for optimizers
         else:
             over, take = now.saved.hold(ours, flat)
         if last and in_backward:  # twice, because DDP queues its own end after the last bucket

@@ -7,8 +7,7 @@ import torch
 from communicators import Bucket, CollectiveError
 from torch import Tensor
 
-from data_parallel.exchange import Mean
-from data_parallel.means import wait_for_all
+from data_parallel.exchange import Mean, wait_for_all
 
 BACKWARDS = 2
 """Number of backwards after which DDP has cut a module's buckets anew: one, with static_graph two."""

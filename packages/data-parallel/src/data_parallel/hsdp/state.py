@@ -11,10 +11,9 @@ from communicators import CollectiveError, Communicator, Stats
 from replicas import STATE_KEY, broadcast_parameters, check_named_parameters, gathered_state, state_of_rank, wholly
 from torch import Tensor, nn
 
-from data_parallel.exchange import Exchange, Mean
+from data_parallel.exchange import Exchange, Mean, wait_for_all
 from data_parallel.hsdp.mesh import agreed, joined
 from data_parallel.hsdp.shards import Shard, refuse_after_break, shards_of
-from data_parallel.means import wait_for_all
 from data_parallel.optimizer_watch import OptimizerWatch, part_of
 from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic
 from data_parallel.state_dict import RESHARD

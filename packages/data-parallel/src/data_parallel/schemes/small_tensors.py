@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, Schedule, schedules
+from communicators import Bucket, Communicator, schedules
 from sparse_collectives import Algorithm
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from data_parallel.settings import Settings
 
 
 class DenseSmallTensors(SparseScheme):
-    """Scheme that sums members of fewer than `dense_below` elements dense, in the same call as the selection.
+    """Scheme that sums members of fewer than `dense_below` elements dense, while the selection is under way.
 
     The selection sees zeros in their place, so they have no residuals, and take nothing of its k. Their momentum is
     plain, u ← m·u + g, send u; nothing is cleared, because nothing waits. Only the selection uses the wire.
@@ -62,13 +62,13 @@ class _SmallLane(SparseLane):
             found = [selected.suspect(), int(self._small[own]) if own >= 0 else -1]
             return min((element for element in found if element >= 0), default=-1)
 
-        facts, schedule = f"{selected.facts} and {len(dense)} elements dense", self._both(selected.schedule, dense)
-        return replace(selected, facts=facts, schedule=schedule, suspect=suspect)
+        comm, facts = self._scheme.comm, f"{selected.facts} and {len(dense)} elements dense"
+        total = schedules.allreduce(dense, comm.rank, comm.size)
+        return replace(selected, facts=facts, beside=total, suspect=suspect)
 
     def values(self, result: Any) -> tuple[Tensor, Tensor]:
-        """Values of the selection, and the dense sum beside its total."""
-        total, dropped = super().values(result[0])
-        return torch.cat([total, result[1]]), dropped
+        """Values of the selection, or of the dense sum, of which nothing is dropped."""
+        return (result, result[:0]) if isinstance(result, Tensor) else super().values(result)
 
     def receive(self, sending: Sending, result: Any) -> tuple[Tensor, Tensor]:
         """The mean of both."""
@@ -94,10 +94,6 @@ class _SmallLane(SparseLane):
         if self._velocity is not None:
             kept["velocities"] = kept["velocities"].index_copy(0, self._small, self._velocity)
         return kept
-
-    def _both(self, schedule: Schedule[Any], dense: Tensor) -> Schedule[tuple[Any, Tensor]]:
-        total = yield from schedules.allreduce(dense, self._scheme.comm.rank, self._scheme.comm.size)
-        return (yield from schedule), total
 
     def _with_momentum(self, gradient: Tensor, unused: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
         """The velocity to be sent, of what is unused nothing, and the one to be kept, where that waits."""

@@ -3,8 +3,10 @@
 from sparse_collectives.prediction.calibration import clock_of, measure_handling, measure_traffic, slowest
 from sparse_collectives.prediction.cost import (
     BACKWARD_SHARE,
+    HANDLING,
     Handling,
     Prediction,
+    hidden_latency,
     network_seconds,
     predict,
     predict_all,
@@ -16,10 +18,12 @@ from sparse_collectives.prediction.plain_table import amount, milliseconds, tabl
 
 __all__ = [
     "BACKWARD_SHARE",
+    "HANDLING",
     "Handling",
     "Prediction",
     "amount",
     "clock_of",
+    "hidden_latency",
     "measure_handling",
     "measure_traffic",
     "milliseconds",

@@ -27,6 +27,9 @@ DDP_BUCKET_BYTES = 25 << 20
 EXACT_RANKS = 64
 """Up to so many every rank is looked at. An expression of one rank takes O(P): of 1,000, in all variants, minutes."""
 
+HANDLING = 5e-3
+"""Seconds of α in which a rank has a message in hand, at most; of messages side by side the rest passes once."""
+
 BACKWARD_SHARE = 2 / 3
 """Share of backward in forward and backward together: backward multiplies twice where forward does once."""
 
@@ -140,11 +143,19 @@ def predict(
 
 
 def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> Prediction:
-    """The prediction with this many elements summed dense in float32 before the selection, by the same busiest rank."""
+    """The prediction with this many elements summed dense in float32 beside the selection, by the same busiest rank."""
     if not count or prediction.density == 1:
         return prediction
     more = network_seconds([Traffic.allreduce(4 * count, rank, size) for rank in range(size)], [0.0] * size, link)
-    return replace(prediction, **{name: getattr(prediction, name) + value for name, value in more.items()})
+    found = {name: getattr(prediction, name) + value for name, value in more.items()}
+    found["rounds"] = max(prediction.rounds, more["rounds"])
+    found["latency"] -= hidden_latency(link) * (min(prediction.latency, more["latency"]) / (link.alpha or 1.0))
+    return replace(prediction, **found)
+
+
+def hidden_latency(link: Link) -> float:
+    """Seconds of α that a message does not cost where another one is under way beside it."""
+    return max(0.0, link.alpha - HANDLING)
 
 
 def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Handling]) -> list[Prediction]:

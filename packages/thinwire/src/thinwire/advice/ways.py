@@ -37,8 +37,6 @@ CHUNK, SPARSELOCO_DENSITY = 4096, 0.021
 FRAGMENTS = 4
 FIRST_BUCKET = 1 << 20
 """Bytes of DDP's first bucket, where it was given no size."""
-HANDLING = 5e-3
-"""Seconds of α in which a rank has a message in hand, at most; of messages side by side the rest passes once."""
 SIDE = 1024
 """Parameters of which no shapes are known are taken for matrices of so many rows and columns."""
 
@@ -100,7 +98,7 @@ class Way:
         sent = [self.sent(rank, size, shapes) for rank in ranks]
         found = prediction.network_seconds(sent, [0.0] * len(ranks), link)
         beside = min(max(0, each.messages - each.rounds) for each in sent)
-        found["latency"] -= beside * max(0.0, link.alpha - HANDLING)
+        found["latency"] -= beside * prediction.hidden_latency(link)
         share = {name: value / self.every for name, value in found.items() if name != "rounds"}
         return Prediction(
             self.algorithm,
