@@ -163,7 +163,10 @@ def _optimizer(
 def _periodic(comm: Communicator, *, algorithm: str, inner: str = "momentum", **ways: Any) -> Any:
     model = _model()
     made: Any = PERIODIC[algorithm]
-    optimizer = made(_inner(inner, model), comm=comm, model=model, sync_every=4, **ways)
+    base = _inner(inner, model)
+    if algorithm == "demo":  # it has a weight decay of its own
+        base.param_groups[0]["weight_decay"] = 0.0
+    optimizer = made(base, comm=comm, model=model, sync_every=4, **ways)
     for step in range(STEPS - 1):
         _backward(model, optimizer, comm, step)
         optimizer.step()

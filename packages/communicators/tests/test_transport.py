@@ -48,6 +48,26 @@ def test_calls_and_background_calls():
     assert [work.wait(timeout=10) for work in works] == [2, 0, 1]
 
 
+@pytest.mark.parametrize("rounds", [(1, 4), (4, 1)])
+def test_a_future_of_two_calls_is_over_when_both_are(rounds):
+    """Without waiting in the engine's thread, whichever ends last."""
+
+    def pings(comm, times):
+        for _ in range(times):
+            number = yield from ping(comm)
+        return number
+
+    comms = ranks(2)
+    comms[0].transport.network.delay = 20e-3
+    works = [[start(pings(comm, times), comm, facts=f"{times} pings") for times in rounds] for comm in comms]
+    both = [one.get_future(other).then(lambda done, other=other: (done.value(), other.ended)) for one, other in works]
+    for number, (future, (one, other)) in enumerate(zip(both, works, strict=True)):
+        result, ended = future.wait()
+        assert result == 1 - number
+        assert ended == other.ended
+        assert one.ended is not None
+
+
 def test_bytes_and_messages_are_counted_as_in_the_simulated_world():
     """Without the agreement on a new call."""
 

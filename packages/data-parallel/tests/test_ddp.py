@@ -48,10 +48,11 @@ def residuals(state):
     return {name: kept.clone() for name, kept in state.state_dict()["distributed"]["residuals"].items()}
 
 
+@pytest.mark.parametrize("dense_below", [0, 7, 99])
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_an_error_comes_out_of_backward_as_itself_and_the_next_backward_is_fine(options):
+def test_an_error_comes_out_of_backward_as_itself_and_the_next_backward_is_fine(options, dense_below):
     """DDP makes a RuntimeError of what a hook's future raises, with the text of every callback on its way."""
-    model, state = made()
+    model, state = made(dense_below=dense_below)
     ddp = wrapped(model, state, **options)
     for step, factor in enumerate([1.0, float("nan"), 1.0, 1.0, float("nan"), 1.0]):
         if factor == 1.0:

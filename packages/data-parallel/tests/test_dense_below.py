@@ -3,10 +3,11 @@
 import copy
 from contextlib import nullcontext
 
+import communicators
 import pytest
 import torch
 from communicators import CollectiveError, Link, SimulatedWorld
-from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, reshard_residuals
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, exchange, reshard_residuals
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS
@@ -119,6 +120,32 @@ def test_what_is_tiny_is_under_way_while_the_selection_is(kind):
     for ((began, ended), (also_began, also_ended)), *others in SimulatedWorld(4, link=Link(1e-3, 0.0)).run(body):
         assert not others
         assert began == also_began < min(ended, also_ended)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_where_the_second_call_cannot_be_started_the_first_is_over_before_the_error(size, monkeypatch):
+    fails, works = set(range(size)), {rank: [] for rank in range(size)}
+
+    def start(schedule, comm, *, facts, device):
+        if facts.startswith("sum beside") and comm.rank in fails:
+            raise CollectiveError("no more of it")
+        works[comm.rank].append(communicators.start(schedule, comm, facts=facts, device=device))
+        return works[comm.rank][-1]
+
+    def body(comm):
+        model, optimizer = made(comm, density=0.2)
+        give(model, comm, 0)
+        with pytest.raises(CollectiveError, match="no more of it"):
+            optimizer.step()
+        assert [work.ended is not None for work in works[comm.rank]] == [True]
+        fails.discard(comm.rank)
+        give(model, comm, 1)
+        optimizer.step()
+        return flat(model)
+
+    monkeypatch.setattr(exchange, "start", start)
+    one, *others = SimulatedWorld(size).run(body)
+    assert all(torch.equal(one, other) for other in others)
 
 
 @pytest.mark.parametrize("size", [1, 3])

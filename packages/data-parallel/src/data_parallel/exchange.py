@@ -353,8 +353,7 @@ class Mean:
     """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request.
 
     works: the call that carries it, and one beside it, if any; none: the transport's own sum does, once it is waited
-    for. cost: of that sum, as a `Work` has it. lost: error of the start, where a rank of an elastic group had died by
-    then.
+    for. cost: of that sum, as a `Work` has it. lost: error of the start that `wait` raises.
     """
 
     exchange: Exchange
@@ -367,14 +366,19 @@ class Mean:
     lost: CollectiveError | None = None
 
     def start(self) -> None:
-        """Starts the calls. An elastic group's failure is an error of `wait`: backward, which starts them, goes on."""
+        """Starts the calls.
+
+        An elastic group's failure is an error of `wait`, since backward, which starts them, goes on; so is that of the
+        second call, as the first must be waited for.
+        """
         comm, device, sending = self.exchange.comm, self.lane.bucket.device, self.sending
         try:
             self.works = [start(self.checked(sending.schedule), comm, facts=self.facts, device=device)]
             if sending.beside is not None:
-                self.works.append(start(self.checked(sending.beside), comm, facts=self.facts, device=device))
+                facts = f"sum beside {self.facts}"
+                self.works.append(start(self.checked(sending.beside), comm, facts=facts, device=device))
         except CollectiveError as error:
-            if not comm.elastic:
+            if not comm.elastic and not self.works:
                 raise
             self.lost = error
 

@@ -63,7 +63,7 @@ class Prediction:
         nbytes: Bytes that a rank sends.
         rounds: Rounds that it takes part in.
         compression: Seconds of selecting.
-        latency: Seconds of the α of all rounds.
+        latency: Seconds of the α of all rounds, and of the handling of messages beside them.
         transfer: Seconds of β·bytes.
         merging: Seconds of merging and coding.
         options: Settings of the algorithm that were given.
