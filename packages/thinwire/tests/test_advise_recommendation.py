@@ -150,7 +150,7 @@ def test_what_is_summed_whole_beside_updates_is_in_the_bytes(monkeypatch):
             for tiny in (0, 108)
         }
         assert told["adamw", 108].nbytes == max(SimulatedWorld(ranks).run(body))
-        assert told["adamw", 108].rounds > told["adamw", 0].rounds
+        assert told["adamw", 108].rounds == told["adamw", 0].rounds  # beside the selection's
         assert told["adamw", 108].latency > told["adamw", 0].latency
         assert told["sgd", 108] == told["sgd", 0] == told["adamw", 0]
 
