@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld
+from communicators import CollectiveError, Link, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
 from data_parallel.adam_step_correction import CORRECTED, EVERY, WIDTH, _common_and_whole, sketch
 from hypothesis import given
@@ -275,6 +275,28 @@ def test_ranks_speak_of_it_every_few_steps():
     more = [nbytes - min(sent) for nbytes in sent]
     assert {step for step, nbytes in enumerate(more, 1) if nbytes} == {EVERY}
     assert 0 <= more[EVERY - 1] - 8 * EVERY * (WIDTH + 2) <= 64
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_nobody_waits_for_it_before_the_exchange(size):
+    """The optimizer steps when the step begins; the sum has come by its end, and goes into the next step."""
+
+    def body(comm):
+        p, wrapper = made(comm, kind="adamw")
+        steps, signals = [], []
+        wrapper.optimizer.register_step_pre_hook(
+            lambda *_: steps.append((comm.clock(), wrapper._step_correction.signal))
+        )
+        for step in range(2 * EVERY):
+            before = comm.clock()
+            go(p, wrapper, 1, first=step)
+            assert steps[-1][0] == before < comm.clock()
+            signals.append(wrapper._step_correction.signal)
+        assert [signal for _, signal in steps] == [1.0, *signals[:-1]]
+        assert signals[0] < 1
+        assert len(set(signals)) == 2
+
+    SimulatedWorld(size, Link(alpha=1.0, beta=0.0)).run(body)
 
 
 @pytest.mark.few(2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The members' spans of a flat tensor, in their shapes, no copy."""
+        if self._alike:
+            return list(_unflatten_dense_tensors(flat, self._alike))  # type: ignore[no-untyped-call]
         spans = flat.split_with_sizes([shape.numel() for shape in self.shapes])
         if not self.strides:
             return [span.view(shape) for span, shape in zip(spans, self.shapes, strict=True)]
@@ -53,7 +56,7 @@ class Bucket:
         given = [tensor for tensor in members if tensor is not None]
         with torch.no_grad():
             if len(given) == len(members):
-                torch._foreach_copy_(self._spans(flat, given), given)
+                torch._foreach_copy_(self.views(flat), given)
                 return flat
             for tensor, view in zip(members, self.views(flat), strict=True):
                 view.zero_() if tensor is None else view.copy_(tensor)
@@ -68,13 +71,14 @@ class Bucket:
         """
         members = [tensors[position] for position in self.members]
         with torch.no_grad():
-            torch._foreach_copy_(members, self._spans(flat, members))
+            torch._foreach_copy_(members, self.views(flat))
 
-    def _spans(self, flat: Tensor, members: list[Tensor]) -> list[Tensor]:
-        """The same spans as `views`, for members that are there; for a hundred parameters in a third of the time."""
-        if self.strides or not all(member.numel() for member in members):
-            return self.views(flat)
-        return list(_unflatten_dense_tensors(flat, members))  # type: ignore[no-untyped-call]
+    @cached_property
+    def _alike(self) -> list[Tensor]:
+        """Tensors without memory, by which torch cuts the spans in a third of the time; none where it cannot."""
+        if self.strides or not all(shape.numel() for shape in self.shapes):
+            return []
+        return [torch.empty(shape, device="meta") for shape in self.shapes]
 
 
 def buckets_of(tensors: Sequence[Tensor], nbytes: int | None = None) -> list[Bucket]:

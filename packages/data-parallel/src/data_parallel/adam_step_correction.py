@@ -8,9 +8,9 @@ is shorter than the step by the mean gradient, by
 
 down to 1/√P. c is measured. In each step a rank makes a sketch of an eighth of its gradients: `WIDTH` numbers whose
 squares sum to ‖g‖² in the mean over random signs (Alon, Matias and Szegedy, STOC 1996). Every `EVERY` steps the ranks
-sum these sketches, in one message, and f comes from sums over steps, in which older steps have the same weight as in
-the second moment itself. There is one f for the whole model: one per tensor did no better. f does not depend on P, so
-it stays valid when a state moves to another number of ranks.
+sum these sketches, in one message beside the updates, and f comes from sums over steps, in which older steps have the
+same weight as in the second moment itself. There is one f for the whole model: one per tensor did no better. f does not
+depend on P, so it stays valid when a state moves to another number of ranks.
 
 Decoupled weight decay is the same on one rank as on many, and is not lengthened; except for 16-bit parameters, where
 most of it is rounded off, so that the remainder is not known.
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators import Communicator, allreduce
+from communicators import Communicator, Work, allreduce_async
 from replicas import check_like
 from torch import Tensor
 from torch.optim import Optimizer
@@ -63,6 +63,7 @@ class AdamStepCorrection:
         self._concerned = (comm.size > 1 or comm.elastic) and isinstance(optimizer, CORRECTED)
         self._sums = torch.zeros(2, dtype=torch.float64)  # of μ², and of μ² + σ²; alike on all ranks
         self._looks = _no_looks()  # since ranks spoke of them
+        self._under_way: Work[Tensor] | None = None  # their sum, within a step
 
     @property
     def signal(self) -> float:
@@ -82,7 +83,7 @@ class AdamStepCorrection:
 
     @torch.no_grad()
     def look(self, parameters: Sequence[Tensor], step: int) -> None:
-        """Sketches this rank's gradients, and sums sketches over ranks every `EVERY` steps; all ranks call it together.
+        """Sketches this rank's gradients; every `EVERY` steps starts to sum sketches over ranks, who call it together.
 
         A step with a non-finite gradient on any rank does not count, nor does a rank without any gradient.
         """
@@ -92,9 +93,14 @@ class AdamStepCorrection:
             own = sketch(parameters, step).to("cpu", torch.float64)
             self._looks[step % EVERY] = torch.cat([own, own.square().sum()[None], torch.ones(1)])
         if step % EVERY == 0:
-            device = parameters[0].device
-            total = allreduce(self._looks.to(device), self._comm, native=False).cpu()
+            self._under_way = allreduce_async(self._looks.to(parameters[0].device), self._comm)
             self._looks = _no_looks()
+
+    def wait(self) -> None:
+        """Waits for a sum that `look` has started, and counts it from the next step on."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            total = under_way.wait().cpu().view(EVERY, -1)
             self._sums = self._decay() ** EVERY * self._sums + _common_and_whole(total)
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from communicators import Bucket, CollectiveError, Communicator, Schedule, Stats, Work, run, start, tracing
@@ -438,7 +438,14 @@ class Mean:
         return outcome
 
 
-def wait_for_all(begun: Iterable[Mean | Work[Any]], lost: CollectiveError | None = None) -> list[Any]:
+class Awaited(Protocol):
+    """What is over at some time, a `Work` or a `Mean`."""
+
+    def wait(self) -> Any:
+        """The result, once it is there. Raises the CollectiveError that it ended with."""
+
+
+def wait_for_all(begun: Iterable[Awaited], lost: CollectiveError | None = None) -> list[Any]:
     """All results; raises the first error once all are over, so that none is under way after it.
 
     lost: an error from before.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from communicators import Bucket
 from torch import Tensor
 
-from data_parallel.exchange import Exchange, Mean, wait_for_all
+from data_parallel.exchange import Awaited, Exchange, Mean, wait_for_all
 from data_parallel.lanes import empty_like
 
 
@@ -31,18 +31,21 @@ class Means:
         for position, flat in parts.items():
             self._started[position] = self._exchange.start(self.buckets[position], flat)
 
-    def after(self, start: Callable[[], None], undo: Callable[[], object] = lambda: None) -> list[Tensor]:
+    def after(
+        self, start: Callable[[], None], undo: Callable[[], object] = lambda: None, beside: Sequence[Awaited] = ()
+    ) -> list[Tensor]:
         """Calls `start`, which starts the remaining buckets, and ends the step; returns the means by bucket.
 
         Where a rank of an elastic group dies, lanes are rolled back, and `start` is called again: it starts all buckets
-        then. undo: takes back what else `start` has changed.
+        then. undo: takes back what else `start` has changed. beside: waited for too, after the means.
         """
 
         def exchanged() -> list[Tensor]:
             start()
             self._exchange.tally.waiting_since = self._exchange.comm.clock()
             started, self._started = self._started, {}
-            return wait_for_all(started[position] for position in sorted(started))
+            found = wait_for_all([*(started[position] for position in sorted(started)), *beside])
+            return found[: len(started)]
 
         def take_back() -> None:
             self._exchange.undo()

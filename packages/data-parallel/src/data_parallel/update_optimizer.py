@@ -217,7 +217,7 @@ class UpdateOptimizer(ExchangingOptimizer):
                 self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
             self._means.start(dict(enumerate(updates)), range(len(self._means.buckets)), clips=False)
 
-        means = self._means.after(start, undo)
+        means = self._means.after(start, undo, beside=[self._step_correction])
         if not self._means.stands:
             undo()
             self._exchange.skipped += 1
