@@ -251,7 +251,7 @@ def test_nothing_is_advised_unasked_that_is_known_to_lose(situation_of_few, data
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RECORD, on_record)
         patched.setattr(Situation, "sends_updates", optimizer != "sgd")
-        taken = recommend(found)
+        taken, steps = recommend(found), found.predictions()  # in which `until` is as on record
     dense = next(s.until for s in steps if s.prediction.name == "dense")
     [(p, _, mean, until)] = [s for s in steps if named(s.prediction) == named(taken.step.prediction)]
     well = [s for s in steps if lost(s.prediction) is not None and lost(s.prediction) <= 1]
