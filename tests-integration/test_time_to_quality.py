@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from data_parallel import adam_step_correction
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import Prediction
@@ -105,6 +106,10 @@ def test_a_turn_is_whole_periods_that_last_long_enough_on_the_slowest_rank(monke
     assert seconds_module._turn(steps, 4) == 32
     assert seconds_module._turn(steps, 50) == 50
     assert taken == [2, 1, 1]  # and its first period: three steps or more before anything is measured
+
+
+def test_a_period_of_updates_has_one_step_in_which_ranks_speak_of_noise():
+    assert seconds_module.UPDATES_PERIOD == adam_step_correction.EVERY
 
 
 def row(way, library, seconds, *, link="a", advised=False):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import thinwire
 import torch
 import torch.distributed as dist
-from data_parallel import SparseHookState
+from data_parallel import SparseHookState, UpdateOptimizer
 from slow_link import open_link
 from slow_link.throttled import behind_link
 from sparse_collectives import Prediction
@@ -37,6 +37,7 @@ JOURNAL = "time-to-quality-seconds.jsonl"
 ALONE, DDP, DENSE, BF16, SELECTION = "alone", "torch DDP", "dense", "dense bf16", "gtopk"
 FIRST, TURNS = 3, 3  # steps before all turns, at least, and turns that are measured, after one that is not
 LASTS = 0.3  # seconds of a turn, at least
+UPDATES_PERIOD = 8  # steps of an UpdateOptimizer, in one of which ranks tell each other of their gradients' noise
 FIRST_OF = {"local-sgd": DENSE, "local-sgd int8": "dense-int8"}  # what sends as much as their warm-ups
 NO_WARM_UP = 4  # steps of a training, of which a tenth is none
 LIMIT = 3600  # seconds that all ways of a cell may take
@@ -129,7 +130,7 @@ def on_rank(asked: Sequence[Any], cases: Iterable[Sequence[Any]]) -> None:
     for case in [Case(ALONE), *(Case(*case) for case in cases)]:
         trainings.append(_training(cell, case))
         steps = Steps(trainings[-1], cell, seed=0)
-        turns[case.name] = partial(steps.seconds, _turn(steps, _period(case.way)))
+        turns[case.name] = partial(steps.seconds, _turn(steps, _period(case.way, trainings[-1].optimizer)))
     found = in_turns(turns, TURNS, before=dist.barrier)
     for training in trainings:
         training.finish()
@@ -202,9 +203,10 @@ def _turn(steps: Steps, period: int) -> int:
     return period * math.ceil(LASTS / taken.item())
 
 
-def _period(way: str) -> int:
+def _period(way: str, optimizer: Any) -> int:
     """Steps until it begins anew."""
-    return (periodic.PERIODS | torch_hooks.PERIODS).get(way, 1)
+    usual = UPDATES_PERIOD if isinstance(optimizer, UpdateOptimizer) else 1
+    return (periodic.PERIODS | torch_hooks.PERIODS).get(way, usual)
 
 
 def all_steps(asked: Sequence[Any], run: dict[str, Any]) -> None:
