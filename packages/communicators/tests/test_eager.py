@@ -46,9 +46,9 @@ def in_time(over, seconds=20.0):
 def received(messages, nbytes, tag, *, bounded=False):
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     arrival = messages.receive(memory, 0, tag, bounded=bounded)
-    assert in_time(lambda: arrival.done)
-    if arrival.error is not None:
-        raise arrival.error
+    assert in_time(lambda: arrival.wait.done)
+    if arrival.wait.error is not None:
+        raise arrival.wait.error
     return memory
 
 
@@ -85,8 +85,8 @@ def test_every_message_reaches_who_asked_for_it(messages, order, early):
             waits = send()
         for tag, (n, _, _) in numbered:
             memory, arrival = rooms[tag]
-            assert in_time(lambda arrival=arrival: arrival.done), f"{n} bytes of tag {tag} have not come"
-            assert arrival.error is None
+            assert in_time(lambda arrival=arrival: arrival.wait.done), f"{n} bytes of tag {tag} have not come"
+            assert arrival.wait.error is None
             assert torch.equal(memory[:n], body(n, tag))
             assert (memory[n:] == 255).all()
         assert in_time(lambda: all(wait.done for wait in waits))
@@ -135,7 +135,7 @@ def test_what_nobody_wants_any_more_takes_no_room(groups):
     assert in_time(lambda: not inbox._unwanted)
     assert not inbox._early
     assert len(inbox._free) <= ROOMS
-    assert not any(arrival.done for arrival in given_up.values())
+    assert not any(arrival.wait.done for arrival in given_up.values())
     for tag in range(10, 10 + ROOMS):  # of which nobody knows
         one.send(body(5, tag), 1, tag, bounded=False)
     assert in_time(lambda: len(inbox._early) == ROOMS)
@@ -171,7 +171,7 @@ def test_calls_whose_tags_are_alike_are_told_apart(groups):
         one.send(body(4, call), 1, 7, call=call, bounded=False)
     memories = {call: torch.zeros(4, dtype=torch.uint8) for call in (2, 1)}
     arrivals = [other.receive(memory, 0, 7, call=call, bounded=False) for call, memory in memories.items()]
-    assert in_time(lambda: all(arrival.done for arrival in arrivals))
+    assert in_time(lambda: all(arrival.wait.done for arrival in arrivals))
     assert all(torch.equal(memory, body(4, call)) for call, memory in memories.items())
 
 

@@ -28,7 +28,7 @@ from communicators.background.engine import LISTEN_SECONDS, Driven, Engine, engi
 from communicators.background.transport import PeerLost, PendingSum, Transport
 from communicators.background.transport_communicator import drive
 from communicators.timeline import named_messages
-from communicators.worlds.gloo_group import GlooGroup, Waiters
+from communicators.worlds.gloo_group import GlooGroup, Wait, Waiters
 from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
 
 pytestmark = pytest.mark.quick
@@ -285,7 +285,7 @@ def test_who_is_told_is_not_polled(monkeypatch):
     """It is looked at when it is added and when a waiter has news, which ends a nap of minutes."""
     monkeypatch.setattr(engine_module, "WOKEN_SECONDS", 600.0)
     come, over, looks = threading.Event(), threading.Event(), []
-    wait = Waiters().wait_for(SimpleNamespace(wait=lambda timeout: come.wait(20.0)))
+    wait = Waiters().begin(Wait(SimpleNamespace(wait=lambda timeout: come.wait(20.0))))
 
     class Told(Driven):
         woken, progressed = True, time.monotonic()
@@ -497,7 +497,7 @@ def test_a_communicator_that_nobody_holds_is_released():
 def test_a_group_that_ends_does_not_wait_long_for_a_message_that_never_comes():
     come = threading.Event()
     waiters = Waiters()
-    wait = waiters.wait_for(SimpleNamespace(wait=lambda timeout: come.wait(5.0)))
+    wait = waiters.begin(Wait(SimpleNamespace(wait=lambda timeout: come.wait(5.0))))
     waiters.close(timeout=0.05)
     assert not wait.done
     come.set()
@@ -511,7 +511,7 @@ def test_a_work_that_is_over_is_let_go_before_its_waiter_is_idle():
             return True
 
     waiters, work = Waiters(), Work()
-    alive, wait = weakref.ref(work), waiters.wait_for(work)
+    alive, wait = weakref.ref(work), waiters.begin(Wait(work))
     del work
     waiters.close(timeout=5.0)
     assert wait.done

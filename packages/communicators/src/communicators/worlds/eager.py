@@ -11,7 +11,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class EagerMessages:
     def cancel(self, arrivals: Mapping[int, Arrival]) -> None:
         """Lets go of messages that may never come, by peer; those that do are dropped."""
         for peer, arrival in arrivals.items():
-            if not arrival.done:
+            if not arrival.wait.done:
                 self._inboxes[peer].cancel(arrival)
 
 
@@ -68,18 +68,9 @@ class Arrival:
     """Message that is expected. wait: for its bytes beyond a room, or all of them. key: that of its head."""
 
     memory: Tensor
-    wait: Wait | None = None
+    wait: Wait = field(default_factory=lambda: Wait(None))
     tag: int = 0
     key: int = 0
-    failure: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.failure is not None or (self.wait is not None and self.wait.done)
-
-    @property
-    def error(self) -> BaseException | None:
-        return self.failure or (self.wait.error if self.wait is not None else None)
 
 
 class _Inbox:
@@ -108,7 +99,7 @@ class _Inbox:
             self._post_rooms()
             if self._waiting is None and (wait := self._next()) is not None:
                 self._data.waiters.begin(wait)
-        if arrival.done:
+        if arrival.wait.done:
             self._data.waiters.tell()
         return arrival
 
@@ -128,7 +119,7 @@ class _Inbox:
             self._failure = error.with_traceback(None)
         if self._failure is not None and not self._posted:
             for arrival in self._asked.values():
-                arrival.failure = self._failure
+                arrival.wait = Wait(None, done=True, error=self._failure)
             self._asked.clear()
 
     def _next(self) -> Wait | None:
@@ -159,7 +150,6 @@ class _Inbox:
             self._deliver(room, arrival)
         elif key in self._unwanted:
             self._unwanted.discard(key)
-            self._let_go(room)
         else:
             self._early[key] = room
 
@@ -172,8 +162,5 @@ class _Inbox:
             arrival.wait = self._data.post("recv", arrival.memory[ROOM_BYTES:nbytes], self._peer, arrival.tag)
         else:
             arrival.wait = Wait(None, done=True)
-        self._let_go(room)
-
-    def _let_go(self, room: Tensor) -> None:
         if len(self._free) < ROOMS:
             self._free.append(room)

@@ -152,10 +152,10 @@ class _PendingRound(Pending):
     messages: EagerMessages
 
     def come(self) -> list[int]:
-        return [peer for peer, wait in self.receives.items() if wait.done]
+        return [peer for peer, arrival in self.receives.items() if arrival.wait.done]
 
     def arrived(self) -> bool:
-        over = all(wait.done for wait in self.receives.values())  # before errors, which another thread may set
+        over = all(arrival.wait.done for arrival in self.receives.values())  # before errors, which another thread may set
         for peer, wait in self._waits():
             if wait.error is not None:
                 raise PeerLost(peer, wait.error)
@@ -171,8 +171,8 @@ class _PendingRound(Pending):
     def missing(self) -> list[int]:
         return sorted({peer for peer, wait in self._waits() if not wait.done or wait.error is not None})
 
-    def _waits(self) -> list[tuple[int, Arrival | Wait]]:
-        return [*self.receives.items(), *self.sends]
+    def _waits(self) -> list[tuple[int, Wait]]:
+        return [*((peer, arrival.wait) for peer, arrival in self.receives.items()), *self.sends]
 
     def cancel(self) -> None:
         """Leaves them to the group's end, as to give one up would end connections; drops what comes yet in a room."""

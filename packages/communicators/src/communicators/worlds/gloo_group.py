@@ -67,13 +67,7 @@ class Waiters:
         self._threads: list[threading.Thread] = []
         self._busy = 0
 
-    def wait_for(self, work: Any, keeps: Any = None) -> Wait:
-        """Starts to wait for a work of torch's. keeps: what must live until it is done."""
-        wait = Wait(work, keeps=keeps)
-        self.begin(wait)
-        return wait
-
-    def begin(self, wait: Wait) -> None:
+    def begin(self, wait: Wait) -> Wait:
         """Starts a wait in one of the threads."""
         with self._lock:
             self._busy += 1
@@ -82,6 +76,7 @@ class Waiters:
                 self._threads.append(thread)
                 thread.start()
         self._queue.put(wait)
+        return wait
 
     def tell(self) -> None:
         """Ends the naps of a caller and of the engine."""
@@ -139,7 +134,7 @@ class GlooGroup:
         spread: whether a long one goes by several connections; of the same length on both sides then.
         """
         try:
-            return self.waiters.wait_for(self.work(what, memory, peer, tag, spread=spread))
+            return self.waiters.begin(Wait(self.work(what, memory, peer, tag, spread=spread)))
         except RuntimeError as error:
             self.waiters.tell()
             return Wait(None, done=True, error=error.with_traceback(None))
@@ -159,7 +154,7 @@ class GlooGroup:
         made = self._made
         if not made:
             raise RuntimeError("this communicator is closed")
-        return self.waiters.wait_for(made[0].allreduce([tensor], AllreduceOptions()), keeps=made)
+        return self.waiters.begin(Wait(made[0].allreduce([tensor], AllreduceOptions()), keeps=made))
 
     def end(self, timeout: float) -> None:
         """Ends what is in flight, then the threads, then the group: a thread that waits at exit aborts the process.
