@@ -210,8 +210,12 @@ def _period(way: str, optimizer: Any) -> int:
 
 
 def all_steps(asked: Sequence[Any], run: dict[str, Any]) -> None:
-    """One rank's part in a training: tells what its steps took together."""
+    """One rank's part in a training: tells what its steps took together, in a process that has taken some alone before.
+
+    Each process imports, once, what torch needs for a first step: seconds, which are not of a way.
+    """
     cell, chosen = Cell(*asked), Run(**run)
+    Steps(_training(cell, Case(ALONE)), cell, chosen.seed).take(FIRST)
     training = training_of(chosen, WAYS[chosen.way], behind_link())
     dist.barrier()
     tell([chosen.steps * Steps(training, cell, chosen.seed).seconds(chosen.steps)])
