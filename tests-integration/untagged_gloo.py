@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 from communicators.background.transport_communicator import TransportCommunicator
-from communicators.worlds.gloo_group import GIVE_UP, WAIT, Waiters
+from communicators.worlds.gloo_group import GIVE_UP, WAIT, Wait, Waiters
 from communicators.worlds.meeting import Rendezvous, store_of
 from communicators.worlds.nccl import UntaggedTransport
 from torch._C._distributed_c10d import ProcessGroupGloo
@@ -58,7 +58,7 @@ class UntaggedGloo:
         self.waiters.close(timeout=1.0)
 
     def wait_for(self, works):
-        self.waits = [self.waiters.wait_for(work) for work in works]
+        self.waits = [self.waiters.begin(Wait(work)) for work in works]
         return self.waits
 
     def post(self, sends, recvs):

@@ -101,7 +101,7 @@ def test_a_message_is_there_before_it_is_asked_for(groups):
     assert in_time(lambda: all(wait.done for wait in waits))
     assert in_time(lambda: len(other._inboxes[0]._early) == ROOMS)
     memory = torch.zeros(9, dtype=torch.uint8)
-    assert other.receive(memory, 0, 3, bounded=False).done
+    assert other.receive(memory, 0, 3, bounded=False).wait.done
     assert torch.equal(memory, body(9, 3))
 
 
@@ -184,8 +184,8 @@ def test_a_peer_that_is_gone_is_said(groups):
     asked = other.receive(torch.zeros(3, dtype=torch.uint8), 0, 3, bounded=False)
     assert in_time(lambda: 2 in other._inboxes[0]._early)
     groups[0].end(5.0)
-    assert in_time(lambda: asked.done)
-    assert asked.error is not None
+    assert in_time(lambda: asked.wait.done)
+    assert asked.wait.error is not None
     assert torch.equal(received(other, 3, 2), body(3, 2))
     with pytest.raises(RuntimeError):
         received(other, 3, 4)
