@@ -299,6 +299,22 @@ def test_nobody_waits_for_it_before_the_exchange(size):
     SimulatedWorld(size, Link(alpha=1.0, beta=0.0)).run(body)
 
 
+def test_a_sum_of_a_step_that_failed_does_not_go_into_a_state_that_is_loaded():
+    def body(comm):
+        p, wrapper = made(comm, kind="adamw")
+        go(p, wrapper, EVERY)
+        state, before = copy.deepcopy(wrapper.state_dict()), noise_of(wrapper)
+        fails = wrapper.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            go(p, wrapper, 1, first=EVERY)
+        fails.remove()
+        wrapper.load_state_dict(state)
+        wrapper._step_correction.wait()
+        assert noise_of(wrapper) == before
+
+    SimulatedWorld(2).run(body)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("optimizer", "size"), [("adam", 2), ("adamw", 8), ("rmsprop", 8)])
 @pytest.mark.parametrize("common", ["falls", "first", "spike 40", "spike 41"])

@@ -80,6 +80,7 @@ class AdamStepCorrection:
         own = state.get("own_noise", {"sums": torch.zeros(2, dtype=torch.float64), "looks": _no_looks()})
         check_like(own, {"sums": self._sums, "looks": self._looks}, "own_noise")
         self._sums, self._looks = own["sums"].cpu().clone(), own["looks"].cpu().clone()
+        self._under_way = None  # of a step that failed before it was waited for
 
     @torch.no_grad()
     def look(self, parameters: Sequence[Tensor], step: int) -> None:

@@ -155,7 +155,7 @@ class _PendingRound(Pending):
         return [peer for peer, arrival in self.receives.items() if arrival.wait.done]
 
     def arrived(self) -> bool:
-        over = all(arrival.wait.done for arrival in self.receives.values())  # before errors, which another thread may set
+        over = all(arrival.wait.done for arrival in self.receives.values())  # before errors, which come any time
         for peer, wait in self._waits():
             if wait.error is not None:
                 raise PeerLost(peer, wait.error)
