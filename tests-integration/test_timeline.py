@@ -45,7 +45,7 @@ for kind in sys.argv[2:]:
     def steps(count):
         for taken in range(count):
             if taken % comm.size == comm.rank:  # each is late in turn, so that each has to wait for another
-                time.sleep(0.05)
+                time.sleep(0.15)
             step()
         if kind == "eager":  # the others may need a rank that waits elsewhere
             optimizer.synchronize()
