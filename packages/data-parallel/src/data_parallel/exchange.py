@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from communicators import Bucket, CollectiveError, Communicator, Schedule, Stats, Work, run, start, tracing
@@ -438,17 +438,10 @@ class Mean:
         return outcome
 
 
-class Awaited(Protocol):
-    """What is over at some time, a `Work` or a `Mean`."""
-
-    def wait(self) -> Any:
-        """The result, once it is there. Raises the CollectiveError that it ended with."""
-
-
-def wait_for_all(begun: Iterable[Awaited], lost: CollectiveError | None = None) -> list[Any]:
+def wait_for_all(begun: Iterable[Any], lost: CollectiveError | None = None) -> list[Any]:
     """All results; raises the first error once all are over, so that none is under way after it.
 
-    lost: an error from before.
+    begun: each has a `wait()`, as a `Work` has. lost: an error from before.
     """
     found, errors = [], [] if lost is None else [lost]
     for one in begun:

@@ -1,11 +1,12 @@
 """All tensors of a model taken through an exchange, bucket by bucket."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from communicators import Bucket
 from torch import Tensor
 
-from data_parallel.exchange import Awaited, Exchange, Mean, wait_for_all
+from data_parallel.exchange import Exchange, Mean, wait_for_all
 from data_parallel.lanes import empty_like
 
 
@@ -32,12 +33,12 @@ class Means:
             self._started[position] = self._exchange.start(self.buckets[position], flat)
 
     def after(
-        self, start: Callable[[], None], undo: Callable[[], object] = lambda: None, beside: Sequence[Awaited] = ()
+        self, start: Callable[[], None], undo: Callable[[], object] = lambda: None, beside: Sequence[Any] = ()
     ) -> list[Tensor]:
         """Calls `start`, which starts the remaining buckets, and ends the step; returns the means by bucket.
 
         Where a rank of an elastic group dies, lanes are rolled back, and `start` is called again: it starts all buckets
-        then. undo: takes back what else `start` has changed. beside: waited for too, after the means.
+        then. undo: takes back what else `start` has changed. beside: each has a `wait()`, called after the means'.
         """
 
         def exchanged() -> list[Tensor]:
