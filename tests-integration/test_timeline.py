@@ -42,19 +42,19 @@ for kind in sys.argv[2:]:
         if hasattr(optimizer, "average"):
             optimizer.average()
 
-    def steps(count):
+    def steps(count, late):
         for taken in range(count):
-            if taken % comm.size == comm.rank:  # each is late in turn, so that each has to wait for another
-                time.sleep(0.15)
+            if taken // 4 == comm.rank:  # for longer than the overlap of any kind, so that each has to wait for another
+                time.sleep(late)
             step()
         if kind == "eager":  # the others may need a rank that waits elsewhere
             optimizer.synchronize()
 
-    steps(2)
+    steps(2, late=0.0)
     barrier(comm)
     sent = comm.bytes_sent
     with tracing.recording() as recorded:
-        steps(8)
+        steps(4 * comm.size, late=0.1)
     if hasattr(optimizer, "wait"):
         optimizer.wait()
     sent = comm.bytes_sent - sent
