@@ -22,6 +22,10 @@ def low_rank_hooks_train(comm):
         check_training(comm, BY_NAME[f"torch-powersgd rank={rank}"])
 
 
+def bf16_hook_trains(comm):
+    check_training(comm, BY_NAME["torch-bf16"])
+
+
 def post_local_sgd_trains(comm):
     check_training(comm, BY_NAME["torch-local-sgd sync_every=4"])
 

@@ -23,6 +23,7 @@ from slow_link import open_link
 from slow_link.throttled import behind_link
 from sparse_collectives import Prediction
 from sparse_compress import WarmUp
+from thinwire.advice.ways import TORCH_BF16
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.convergence import periodic, torch_hooks
@@ -36,7 +37,7 @@ from bench.turns import in_turns, seconds_of
 JOURNAL = "time-to-quality-seconds.jsonl"
 ALONE, DDP, DENSE, BF16, SELECTION = "alone", "torch DDP", "dense", "dense bf16", "gtopk"
 FIRST, TURNS = 3, 3  # steps before all turns, at least, and turns that are measured, after one that is not
-LASTS = 0.3  # seconds of a turn, at least
+LASTS = 2.0  # seconds of a turn, at least: after another way's turn, the first steps take longer than later ones
 UPDATES_PERIOD = 8  # steps of an UpdateOptimizer, in one of which ranks tell each other of their gradients' noise
 FIRST_OF = {"local-sgd": DENSE, "local-sgd int8": "dense-int8"}  # what sends as much as their warm-ups
 NO_WARM_UP = 4  # steps of a training, of which a tenth is none
@@ -150,8 +151,8 @@ def _advised(cell: Cell, alone: float) -> Case | None:
 
 def case_of(advised: Prediction) -> Case | None:
     """The case that is trained as `thinwire.advise` says; None if it is none of `WAYS`."""
-    if advised.name == DENSE:
-        return Case(DDP)
+    if whole := {DENSE: DDP, TORCH_BF16: "torch bf16 hook"}.get(advised.name):
+        return Case(whole)
     known = (name for name, way in WAYS.items() if way.advised == (advised.variant, advised.wire))
     exact = advised.variant if advised.wire == "fp32" else f"{advised.variant} {advised.wire}"
     name = exact if exact in WAYS else next(known, None)

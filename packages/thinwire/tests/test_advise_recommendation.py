@@ -77,7 +77,7 @@ def test_the_reason_says_which_rule_decided_and_what_came_next(changes, rule, sa
 def test_a_gain_too_small_to_be_advised_is_told_from_none(beta, said, monkeypatch):
     """Nothing is known to learn but whole gradients, in bf16 too."""
     monkeypatch.setattr(RECORD, lambda *exchange, sends, data: None)
-    assert f", and {said}." in recommend(situation(link=Link(50e-6, beta))).text
+    assert f", and {said}." in recommend(situation(link=Link(50e-6, beta), plain=True)).text
 
 
 @pytest.mark.few(2)

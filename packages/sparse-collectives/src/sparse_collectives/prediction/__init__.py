@@ -1,6 +1,6 @@
 """Predicted cost of an exchange: traffic, measured costs, and the choice of the fastest."""
 
-from sparse_collectives.prediction.calibration import clock_of, measure_handling, measure_traffic, slowest
+from sparse_collectives.prediction.calibration import clock_of, measure_handling, measure_traffic, seconds_of, slowest
 from sparse_collectives.prediction.cost import (
     BACKWARD_SHARE,
     HANDLING,
@@ -31,6 +31,7 @@ __all__ = [
     "predict",
     "predict_all",
     "ranks_of_interest",
+    "seconds_of",
     "slowest",
     "step_seconds",
     "table",

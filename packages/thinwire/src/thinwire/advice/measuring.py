@@ -34,6 +34,8 @@ LATE_REPEATS = 20
 """Steps by which late ranks are known, where they are measured."""
 PROBE_SECONDS = 0.1
 PATH_BYTES = 1 << 17
+SHORT = 1000
+"""Elements of a short sum, of which every rank has some."""
 
 
 class NoAdvice(Exception):  # noqa: N818 - it is what the command says
@@ -142,6 +144,7 @@ def find_out(
         say(f"measuring the link between {comm.size} ranks")
         network = {"link": prediction.measure_traffic(comm), "link_name": "measured", "pairs": measure_link(comm)}
         network["paths"] = measure_paths(comm, nbytes=PATH_BYTES, repeats=1)
+        network["torch_sum"] = measure_torch_sum(comm)
     found = Situation(
         numel,
         ranks,
@@ -158,6 +161,14 @@ def find_out(
         **asked,
     )
     return _with_all_around(found, comm, say) if handling and found.sends_updates else found
+
+
+def measure_torch_sum(comm: Communicator) -> float | None:
+    """Seconds of a short sum by torch, as DDP makes it; None where torch knows of no group of all ranks. Collective."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == comm.size):
+        return None
+    short = torch.zeros(SHORT, device=comm.device)
+    return prediction.slowest([prediction.seconds_of(lambda: dist.all_reduce(short), comm, comm.device)], comm)[0]
 
 
 def _with_all_around(found: Situation, comm: Communicator, say: Callable[[str], None]) -> Situation:

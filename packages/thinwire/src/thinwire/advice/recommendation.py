@@ -6,7 +6,7 @@ from sparse_collectives import ALGORITHMS, Prediction
 
 from thinwire.advice.accuracy import MOST_BEHIND, in_words
 from thinwire.advice.situation import Situation, Step
-from thinwire.advice.ways import BY_NAME, bucket_of_all
+from thinwire.advice.ways import BY_NAME, WHOLE, bucket_of_all
 
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(...)",
@@ -83,7 +83,11 @@ def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
 
 
 def _lacks_ddp(situation: Situation, p: Prediction) -> bool:
-    return situation.plain and p.variant in BY_NAME and BY_NAME[p.variant].ddp_only
+    return situation.plain and _is_torchs(p)
+
+
+def _is_torchs(p: Prediction) -> bool:
+    return p.variant in BY_NAME and BY_NAME[p.variant].ddp_only
 
 
 def _selects(p: Prediction) -> bool:
@@ -92,11 +96,11 @@ def _selects(p: Prediction) -> bool:
 
 def _share(situation: Situation, p: Prediction) -> float:
     """Share of the gradient that is sent: of its elements, or of the bytes that a step of dense gradients has."""
-    return p.density if p.algorithm in ALGORITHMS else p.nbytes / max(1, 8 * situation.numel)
+    return p.density if p.algorithm in (*ALGORITHMS, *WHOLE) else p.nbytes / max(1, 8 * situation.numel)
 
 
 def _learns(situation: Situation, p: Prediction) -> int:
-    if p.algorithm == "dense":
+    if p.algorithm in WHOLE:
         return WELL
     found = situation.known(p)
     if found is None or (found.most <= MOST_BEHIND and len(found.tasks) < FEWEST_TASKS):
@@ -126,7 +130,8 @@ def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
 def _reason(rule: str, taken: Prediction, other: Step | None) -> str:
     if other is None:
         return "Why: nothing else was predicted."
-    wire = ", and of these the one in fp32" if taken.wire == "fp32" else ""
+    wire = ", and of these torch's own" if _is_torchs(taken) else ", and of these the one in fp32"
+    wire = wire if taken.wire == "fp32" else ""
     why = {
         "fastest": f"it is the fastest until as good as dense; {_named(other)} comes next.",
         "accuracy": f"of what is known to learn within {MOST_BEHIND:g} point of dense it is the fastest, or as fast.",
@@ -156,9 +161,9 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     gain = f"a step takes {_seconds(mean)} instead of {_seconds(dense)}, {dense / mean:.1f} times as fast"
     found = situation.known(p)
     steps = [_soon(found.pace, taken, dense)] if found and found.pace and found.most <= MOST_BEHIND else []
-    if p.algorithm == "dense":
-        hook = f'state = SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="{p.wire}")'
-        return [f"Use {p.name}: {gain}. {network}", f"In DDP: {hook}"]
+    if p.algorithm in WHOLE:
+        hook = f'In DDP: state = SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="{p.wire}")'
+        return [f"Use {p.name}: {gain}. {network}", *(_other_lines(situation, p) if _is_torchs(p) else [hook])]
     learns = in_words(situation.known(p), situation.optimizer, situation.ranks)
     if p.variant in BY_NAME:
         use = f"Use {p.variant}: over a whole training {gain}. {network}"

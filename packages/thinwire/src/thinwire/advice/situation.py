@@ -1,5 +1,6 @@
 """The training that is asked about, and the time of its steps with every exchange."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from sparse_compress import TopK
 
 from thinwire.advice.accuracy import MOST_BEHIND, Known, known, shares
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import BY_NAME, WAYS, Shapes, Way, Work
+from thinwire.advice.ways import BY_NAME, WAYS, WHOLE, Shapes, Way, Work, torch_sum
 
 LINKS = {
     "100mbit": Link(200e-6, 80e-9),
@@ -64,7 +65,8 @@ class Situation:
     shapes: of the trained parameters. work: a rank's own in the ways that select no entries, by name, see
     `measure_work`; those without are not predicted. stragglers: how late ranks are, for which `compute` has no time;
     None: nobody is. plain: the model that was given is not in DDP, so that ways of DDP alone are passed over.
-    data: "images" or "text", by whose trainings ways are judged, or "", by all.
+    data: "images" or "text", by whose trainings ways are judged, or "", by all. torch_sum: seconds of a short sum by
+    torch, if measured.
     """
 
     numel: int
@@ -86,6 +88,13 @@ class Situation:
     stragglers: Stragglers | None = None
     plain: bool = False
     data: str = ""
+    torch_sum: float | None = None
+
+    @property
+    def torch_link(self) -> Link:
+        """β, and α of a whole sum by torch: measured, or of gloo's ring with its word for each message, or of NCCL."""
+        messages = 4 * (self.ranks - 1) if self.device == "cpu" else 2 * math.ceil(math.log2(self.ranks))
+        return replace(self.link, alpha=messages * self.link.alpha if self.torch_sum is None else self.torch_sum)
 
     @property
     def sends_updates(self) -> bool:
@@ -100,7 +109,7 @@ class Situation:
 
     def known(self, p: Prediction) -> Known | None:
         """Measured accuracy of an exchange in this situation; None for whole gradients, or where nobody measured it."""
-        if p.algorithm == "dense":
+        if p.algorithm in WHOLE:
             return None
         if p.variant in BY_NAME:
             return known(self.optimizer, p.variant, p.density, p.wire, self.ranks, sends="gradients", data=self.data)
@@ -116,6 +125,8 @@ class Situation:
         found: dict[tuple[str, float, str], Step] = {}
         handling = {} if self.optimizer == "muon" else self.handling
         for p in prediction.predict_all(handling=handling, **self._exchange()):
+            if p.name == "dense" and not self.plain:
+                p = self._by_ddp(p)
             nearest = sorted((abs(own - p.density), own) for own in self.handling)
             asked = 1.0 if p.density == 1 else nearest[0][1]
             if p.density == 1 and p.algorithm != "dense":  # a selection of all of few elements
@@ -132,9 +143,18 @@ class Situation:
         found = []
         for way in WAYS:
             if way.name in self.work and self.optimizer in way.optimizers:
-                p = way.predict(self.shapes, size=self.ranks, link=self.link, work=self.work[way.name])
+                p = self._of(way, self.work[way.name])
                 found.append(Step(p, self._of_way(way, p)))
         return found
+
+    def _of(self, way: Way, work: Work) -> Prediction:
+        link = self.torch_link if way.ddp_only else self.link
+        return way.predict(self.shapes, size=self.ranks, link=link, work=work)
+
+    def _by_ddp(self, dense: Prediction) -> Prediction:
+        """A sum of gradients, by torch."""
+        sent = torch_sum(4 * self.numel, self.ranks)
+        return replace(dense, **prediction.network_seconds([sent], [0.0], self.torch_link))
 
     def _of_way(self, way: Way, p: Prediction) -> float:
         """Seconds of a step. Steps may hide what is exchanged meanwhile, and that ranks began it late by chance.
@@ -163,7 +183,8 @@ class Situation:
         if p.algorithm not in ALGORITHMS or p.density == 1:
             way = BY_NAME.get(p.variant)
             whole = min(1.0, way.dense_share / until) if way else 0.0
-            dense = self._seconds(self._sending(p, 1.0), 1.0) if whole else 0.0
+            first = self._sending(p, 1.0)
+            dense = self._seconds(self._by_ddp(first) if way and way.ddp_only else first, 1.0) if whole else 0.0
             if way and way.every > 1 and not way.ddp_only:  # an exchange of its own after every step
                 dense = self.compute + way.every * p.seconds + self._late()
             return whole * dense + (1 - whole) * step.seconds
@@ -176,7 +197,7 @@ class Situation:
         An element and an entry cost what they were measured to at the density that the warm-up ends at.
         """
         if density == 1 and like.wire.startswith("int8") and INT8 in self.work:
-            return BY_NAME[INT8].predict(self.shapes, size=self.ranks, link=self.link, work=self.work[INT8])
+            return self._of(BY_NAME[INT8], self.work[INT8])
         if density == 1:
             return prediction.predict("dense", k=self.numel, **self._exchange())
         own: dict[str, Any] = {"options": like.options, "handling": self.handling[like.density], "wire": like.wire}

@@ -2,8 +2,7 @@
 
 A way is advised where the record of `python -m bench convergence` knows how it learns, with the settings that stand
 here. Those of the periodic ones: MuLoCo (Thérien et al., 2025), Streaming DiLoCo (Douillard et al., 2025), SparseLoCo
-(Sarfi et al., 2025), post-local SGD (Lin et al., 2020), Overlap-Local-SGD (Wang et al., 2020). The sums
-of torch's own ways are reckoned in the messages of ours.
+(Sarfi et al., 2025), post-local SGD (Lin et al., 2020), Overlap-Local-SGD (Wang et al., 2020).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDi
 from partial_collectives import EagerSGD
 from sparse_collectives import Prediction, Traffic, prediction
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -37,6 +37,7 @@ CHUNK, SPARSELOCO_DENSITY = 4096, 0.021
 FRAGMENTS = 4
 FIRST_BUCKET = 1 << 20
 """Bytes of DDP's first bucket, where it was given no size."""
+TORCH_BF16 = "torch-bf16"
 SIDE = 1024
 """Parameters of which no shapes are known are taken for matrices of so many rows and columns."""
 
@@ -53,14 +54,14 @@ class Way:
     """One way, with its settings.
 
     sent: (rank, size, shapes) -> traffic of an exchange. make: (optimizer, model, comm, steps=, every=) -> the wrapped
-    optimizer; steps: of the training. code: the same as text, "" where it is for DDP alone: `make` is then of ours that
-    does the same work. in_ddp: (ddp, optimizer, steps) -> the optimizer to step, where DDP has a hook for it; hook: the
-    same as text. note: what else it asks of the training, of MEGABYTES of gradients. every: steps between two
-    exchanges. density: share of elements that is sent. early: whether buckets travel during backward. quorum: arrivals
-    that begin a partial allreduce. gathers: whether a rank gets a message of each other one, so that its work grows
-    with the ranks. hides: share of the steps from one exchange to the next during which it goes on. fragments: of which
-    each exchange is one. dense_share: share of the steps that are dense first. rate: factor for the learning rate of
-    Adam. optimizers: inner ones that it is for.
+    optimizer; steps: of the training. code: the same as text, "" where it is for DDP alone: `make` then does the same
+    work, as far as that is not torch's sums. in_ddp: (ddp, optimizer, steps) -> the optimizer to step, where DDP has a
+    hook for it; hook: the same as text. note: what else it asks of the training, of MEGABYTES of gradients. every:
+    steps between two exchanges. density: share of elements that is sent. early: whether buckets travel during backward.
+    quorum: arrivals that begin a partial allreduce. gathers: whether a rank gets a message of each other one, so that
+    its work grows with the ranks. hides: share of the steps from one exchange to the next during which it goes on.
+    fragments: of which each exchange is one. dense_share: share of the steps that are dense first. rate: factor for the
+    learning rate of Adam. optimizers: inner ones that it is for.
     """
 
     algorithm: str
@@ -89,11 +90,14 @@ class Way:
 
     @property
     def ddp_only(self) -> bool:
-        """Whether it is a hook of DDP and nothing else."""
+        """Whether it is a hook of DDP and nothing else: its sums are torch's."""
         return not self.code
 
     def predict(self, shapes: Shapes, *, size: int, link: Link, work: Work) -> Prediction:
-        """A step's share of the exchange, as the busiest rank sees it; backward hides none of its own work."""
+        """A step's share of the exchange, as the busiest rank sees it; backward hides none of its own work.
+
+        link: of torch's sums where it is a hook of DDP.
+        """
         numel, ranks = elements(shapes), prediction.ranks_of_interest(size)
         sent = [self.sent(rank, size, shapes) for rank in ranks]
         found = prediction.network_seconds(sent, [0.0] * len(ranks), link)
@@ -147,7 +151,7 @@ def _torch_powersgd(rank: int) -> Way:
         low = [(n, m) for n, m in matrices if (n + m) * min(n, m, rank) < n * m]
         dense = elements(shapes) - sum(n * m for n, m in low)
         p, q = sum(n * min(n, m, rank) for n, m in low), sum(m * min(n, m, rank) for n, m in low)
-        return Traffic.total(*(Traffic.allreduce(4 * numel, me, size, 4) for numel in (dense, p, q)))
+        return Traffic.total(*(torch_sum(4 * numel, size) for numel in (dense, p, q)))
 
     def in_ddp(ddp: DistributedDataParallel, optimizer: Optimizer, steps: int) -> Optimizer:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -186,6 +190,28 @@ def _refuse_buckets(ddp: DistributedDataParallel) -> None:
         )
 
 
+def _torch_bf16() -> Way:
+    """Torch's hook, by another name: torch refuses its own over gloo, where it works."""
+
+    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
+        def rounded(*_: Any) -> None:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.copy_(p.grad.bfloat16())
+
+        optimizer.register_step_pre_hook(rounded)
+        return optimizer
+
+    def in_ddp(ddp: DistributedDataParallel, optimizer: Optimizer, steps: int) -> Optimizer:
+        ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+        return optimizer
+
+    hook = "ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))"
+    note = "It is in torch.distributed.algorithms.ddp_comm_hooks.default_hooks; over gloo torch takes it in a lambda."
+    sent = lambda rank, size, shapes: torch_sum(2 * elements(shapes), size)  # noqa: E731
+    return Way(TORCH_BF16, sent, make, "", in_ddp, hook, note, early=True)
+
+
 def _torch_local() -> Way:
     """Torch's post-local SGD: DDP's gradients at first, then averages of models."""
 
@@ -210,8 +236,9 @@ def _torch_local() -> Way:
         "torch.distributed.optim. Ranks' models differ between averages: before an evaluation, a checkpoint and at the "
         "end average_parameters(ddp.parameters(), None), of .model_averaging.utils."
     )
+    sent = lambda rank, size, shapes: torch_sum(4 * elements(shapes), size)  # noqa: E731
     settings: dict[str, Any] = {"options": {"sync_every": 4}, "every": 4, "dense_share": 1 / WARM_UP}
-    return Way("torch-local-sgd", _model_sent, _local().make, "", in_ddp, hook, note, **settings)
+    return Way("torch-local-sgd", sent, _local().make, "", in_ddp, hook, note, **settings)
 
 
 def _eager(quorum: Literal["solo", "majority"]) -> Way:
@@ -333,6 +360,7 @@ def _sparse_loco(every: int) -> Way:
 WAYS: tuple[Way, ...] = (
     _compressed("dense-int8", lambda rank, size, shapes: Traffic.quantised(elements(shapes), rank, size)),
     *(_compressed("powersgd", partial(_power_sgd_sent, columns), rank=columns) for columns in (2, 4)),
+    _torch_bf16(),
     *map(_torch_powersgd, (1, 2, 4, 8)),
     _local(),
     _local(int8=True),
@@ -348,6 +376,13 @@ WAYS: tuple[Way, ...] = (
     _eager("majority"),
 )
 BY_NAME = {way.name: way for way in WAYS}
+WHOLE = ("dense", TORCH_BF16)
+"""What sends whole gradients, rounded at most: no record is asked how it learns."""
+
+
+def torch_sum(nbytes: int, size: int) -> Traffic:
+    """A ring of torch's, as one message: its α is that of a whole sum."""
+    return Traffic(round(2 * nbytes * (size - 1) / size), 1, 1)
 
 
 def elements(shapes: Shapes) -> int:
