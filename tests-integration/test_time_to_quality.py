@@ -5,7 +5,9 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from data_parallel import adam_step_correction
+import torch
+from communicators import Alone
+from data_parallel import UpdateOptimizer, adam_step_correction
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import Prediction
@@ -111,6 +113,12 @@ def test_a_turn_is_whole_periods_that_last_long_enough_on_the_slowest_rank(monke
 
 def test_a_period_of_updates_has_one_step_in_which_ranks_speak_of_noise():
     assert seconds_module.UPDATES_PERIOD == adam_step_correction.EVERY
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert seconds_module._period("diloco", inner) == 30
+    assert seconds_module._period("torch DDP", inner) == 1
+    updates = UpdateOptimizer.for_model(inner, model, comm=Alone(), density=0.5)
+    assert seconds_module._period("gtopk", updates) == adam_step_correction.EVERY
 
 
 def row(way, library, seconds, *, link="a", advised=False):

@@ -18,7 +18,10 @@ OPTIMIZERS = {
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""
 AS_FAST = 1.05
-"""Factor within which steps are as fast as the fastest; of these, the one that sends most of the gradient is taken."""
+"""Factor within which steps are as fast as the fastest; of these, the one that sends most of the gradient is taken.
+
+For torch's own it is `WORTHWHILE`: nothing of ours is to be installed for less.
+"""
 FEWEST_TASKS = 2
 """What is known to learn well on fewer is taken for unknown."""
 WELL, UNKNOWN, BADLY = range(3)
@@ -55,7 +58,7 @@ def recommend(situation: Situation) -> Recommendation:
     dense, eligible = dense_step(steps), _eligible(situation, steps)
     best = eligible[0].until
     worthwhile = dense / best >= WORTHWHILE
-    nearly = [s for s in eligible if (s.until <= AS_FAST * best if worthwhile else s.prediction.name == "dense")]
+    nearly = [s for s in eligible if (_as_fast(s, best, dense) if worthwhile else s.prediction.name == "dense")]
     taken = max(nearly, key=lambda s: (_share(situation, s.prediction), s.prediction.wire == "fp32"))
     p, other = taken.prediction, next((s for s in steps if s is not taken), None)
     passed = [s for s in steps if s.mean < eligible[0].mean and s not in eligible]
@@ -64,6 +67,11 @@ def recommend(situation: Situation) -> Recommendation:
     reason = " ".join([_reason(rule, p, other), *_passed_over(situation, passed)])
     advice, *lines = _use(situation, taken, dense) if worthwhile else _leave_off(situation, dense, best)
     return Recommendation(taken, rule, reason, other, "\n".join([advice, reason, *lines]))
+
+
+def _as_fast(step: Step, best: float, dense: float) -> bool:
+    worthwhile = _is_torchs(step.prediction) and dense >= WORTHWHILE * step.until
+    return step.until <= best * (WORTHWHILE if worthwhile else AS_FAST)
 
 
 def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
@@ -130,13 +138,14 @@ def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
 def _reason(rule: str, taken: Prediction, other: Step | None) -> str:
     if other is None:
         return "Why: nothing else was predicted."
-    wire = ", and of these torch's own" if _is_torchs(taken) else ", and of these the one in fp32"
-    wire = wire if taken.wire == "fp32" else ""
+    within, wire = AS_FAST, ", and of these the one in fp32" if taken.wire == "fp32" else ""
+    if _is_torchs(taken):
+        within, wire = WORTHWHILE, ", and of these torch's own"
     why = {
         "fastest": f"it is the fastest until as good as dense; {_named(other)} comes next.",
         "accuracy": f"of what is known to learn within {MOST_BEHIND:g} point of dense it is the fastest, or as fast.",
         "as fast": f"{_named(other)} is the fastest until as good as dense, but of steps that are as fast within "
-        f"{AS_FAST - 1:.0%} the one that sends most of the gradient is taken{wire}.",
+        f"{within - 1:.0%} the one that sends most of the gradient is taken{wire}.",
         "not worthwhile": f"a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; the fastest "
         f"of the others is {_named(other)}.",
     }

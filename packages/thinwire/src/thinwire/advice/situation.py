@@ -92,9 +92,10 @@ class Situation:
 
     @property
     def torch_link(self) -> Link:
-        """β, and α of a whole sum by torch: measured, or of gloo's ring with its word for each message, or of NCCL."""
-        messages = 4 * (self.ranks - 1) if self.device == "cpu" else 2 * math.ceil(math.log2(self.ranks))
-        return replace(self.link, alpha=messages * self.link.alpha if self.torch_sum is None else self.torch_sum)
+        """Its α is such that a short sum by torch takes what was measured; else that of gloo, or of NCCL's trees."""
+        messages = max(1, torch_sum(0, self.ranks).messages)
+        seconds = self.link.alpha * (messages if self.device == "cpu" else 2 * math.ceil(math.log2(self.ranks)))
+        return replace(self.link, alpha=(seconds if self.torch_sum is None else self.torch_sum) / messages)
 
     @property
     def sends_updates(self) -> bool:

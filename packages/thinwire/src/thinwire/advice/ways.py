@@ -381,8 +381,8 @@ WHOLE = ("dense", TORCH_BF16)
 
 
 def torch_sum(nbytes: int, size: int) -> Traffic:
-    """A ring of torch's, as one message: its α is that of a whole sum."""
-    return Traffic(round(2 * nbytes * (size - 1) / size), 1, 1)
+    """Gloo's ring: twice P - 1 turns of two messages, the word that asks and the bytes; NCCL's has as many bytes."""
+    return Traffic(round(2 * nbytes * (size - 1) / size), 4 * (size - 1), 4 * (size - 1))
 
 
 def elements(shapes: Shapes) -> int:
