@@ -20,7 +20,7 @@ from thinwire.advice import report
 from thinwire.advice.own_work import measure_around, measure_work
 from thinwire.advice.recommendation import recommend
 from thinwire.advice.situation import DENSITIES, LINKS, Situation, with_around
-from thinwire.advice.ways import BY_NAME, Work, assumed_shapes
+from thinwire.advice.ways import BY_NAME, DENSE, Work, assumed_shapes
 
 from bench.record import asked, parser_of, record
 
@@ -67,7 +67,7 @@ def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:
     handling = with_around(handling, max(0.0, around - handling[DENSITIES[0]].compress))
     work = {
         name: Work(*(others[f"{name}, {part}"] for part in Work._fields))
-        for name in BY_NAME
+        for name in (*BY_NAME, DENSE.name)
         if f"{name}, fixed" in others
     }
     return Situation(

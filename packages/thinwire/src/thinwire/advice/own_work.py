@@ -15,7 +15,7 @@ from data_parallel import UpdateOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.advice.ways import WAYS, Shapes, Work, elements
+from thinwire.advice.ways import DENSE, WAYS, Shapes, Work, elements
 
 MOST_ELEMENTS = 1 << 20
 """Work is measured on at most so many elements."""
@@ -38,7 +38,7 @@ def measure_work(shapes: Shapes, device: torch.device) -> dict[str, Work]:
     few, found = list(_few(shapes)), {}
     numel, without = elements(few), _seconds(None, few, device, 1)
     measured: dict[Any, Work] = {}  # of ways whose exchange is the same
-    for way in WAYS:
+    for way in (*WAYS, DENSE):
         same = (
             way.algorithm.removeprefix("torch-"),
             *((key, value) for key, value in way.options.items() if key != "sync_every"),

@@ -11,7 +11,7 @@ from sparse_compress import TopK
 
 from thinwire.advice.accuracy import MOST_BEHIND, Known, known, shares
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import BY_NAME, WAYS, WHOLE, Shapes, Way, Work, torch_sum
+from thinwire.advice.ways import BY_NAME, DENSE, WAYS, WHOLE, Shapes, Way, Work, torch_sum
 
 LINKS = {
     "100mbit": Link(200e-6, 80e-9),
@@ -126,8 +126,8 @@ class Situation:
         found: dict[tuple[str, float, str], Step] = {}
         handling = {} if self.optimizer == "muon" else self.handling
         for p in prediction.predict_all(handling=handling, **self._exchange()):
-            if p.name == "dense" and not self.plain:
-                p = self._by_ddp(p)
+            if p.algorithm == DENSE.name:
+                p = self._by_ddp(p) if p.wire == "fp32" and not self.plain else self._by_us(p)
             nearest = sorted((abs(own - p.density), own) for own in self.handling)
             asked = 1.0 if p.density == 1 else nearest[0][1]
             if p.density == 1 and p.algorithm != "dense":  # a selection of all of few elements
@@ -156,6 +156,9 @@ class Situation:
         """A sum of gradients, by torch."""
         sent = torch_sum(4 * self.numel, self.ranks)
         return replace(dense, **prediction.network_seconds([sent], [0.0], self.torch_link))
+
+    def _by_us(self, dense: Prediction) -> Prediction:
+        return replace(dense, compression=self.numel * self.work.get(DENSE.name, Work()).fixed)
 
     def _of_way(self, way: Way, p: Prediction) -> float:
         """Seconds of a step. Steps may hide what is exchanged meanwhile, and that ranks began it late by chance.

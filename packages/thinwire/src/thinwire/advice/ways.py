@@ -376,7 +376,9 @@ WAYS: tuple[Way, ...] = (
     _eager("majority"),
 )
 BY_NAME = {way.name: way for way in WAYS}
-WHOLE = ("dense", TORCH_BF16)
+DENSE = _compressed("dense", _model_sent)
+"""Our sum of whole gradients, of which each rank's work is measured as that of all others."""
+WHOLE = (DENSE.name, TORCH_BF16)
 """What sends whole gradients, rounded at most: no record is asked how it learns."""
 
 
