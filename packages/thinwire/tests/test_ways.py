@@ -25,7 +25,7 @@ from sparse_collectives import ALGORITHMS, Handling
 from sparse_collectives.prediction import HANDLING, step_seconds
 from thinwire.__main__ import main
 from thinwire.advice import accuracy, own_work
-from thinwire.advice.measuring import Trained, find_out, measure_torch_sum
+from thinwire.advice.measuring import Trained, find_out, measure_torch_alpha
 from thinwire.advice.own_work import measure_around, measure_work
 from thinwire.advice.plan import KINDS, Plan
 from thinwire.advice.recommendation import OPTIMIZERS, recommend
@@ -457,7 +457,7 @@ def test_in_ddp_its_hook_is_registered_or_the_module_itself_is_asked_for(optimiz
 @pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if each.values[1] in BY_NAME])
 def test_the_lines_run(optimizer, name, monkeypatch, one_process):
     late = Stragglers.told({10.0: 0.2}) if name.startswith("eager") else None
-    found = situation(optimizer, stragglers=late, torch_sum=0.0 if name in FOR_DDP else None)
+    found = situation(optimizer, stragglers=late, torch_alpha=0.0 if name in FOR_DDP else None)
     steps = [s for s in found.predictions() if s.prediction.name in ("dense", name)]
     monkeypatch.setattr(Situation, "predictions", lambda self: steps)
     monkeypatch.setattr(
@@ -523,6 +523,7 @@ def test_torchs_bf16_hook_rounds_and_is_taken_over_gloo(one_process):
     model = torch.nn.Linear(60, 50)
     plain, rounded = copy.deepcopy(model), DistributedDataParallel(model)
     BY_NAME["torch-bf16"].in_ddp(rounded, torch.optim.SGD(model.parameters(), lr=0.1), 10)
+    assert rounded._comm_hooks[0][1] is rounded.process_group  # of None torch would make its group of all ranks
     x = torch.randn(7, 60)
     for each in (plain, rounded):
         each(x).square().mean().backward()
@@ -534,8 +535,8 @@ def test_torchs_bf16_hook_rounds_and_is_taken_over_gloo(one_process):
 @pytest.mark.parametrize(("device", "messages"), [("cpu", 28), ("cuda", 6)])
 def test_a_sum_by_torch_costs_what_it_takes_or_its_messages(device, messages):
     """Also plain DDP's, unless the model is not in DDP."""
-    for torch_sum, alpha in ((None, messages * LINK.alpha), (0.25, 0.25)):
-        found = situation("sgd", link=LINK, ranks=8, device=device, torch_sum=torch_sum)
+    for torch_alpha, alpha in ((None, messages * LINK.alpha), (0.01, 0.28)):
+        found = situation("sgd", link=LINK, ranks=8, device=device, torch_alpha=torch_alpha)
         predicted = {s.prediction.name: s.prediction for s in found.predictions()}
         assert predicted["torch-powersgd rank=2"].latency == pytest.approx(3 * alpha)
         assert predicted["dense"].latency == predicted["torch-bf16"].latency == pytest.approx(alpha)
@@ -544,16 +545,22 @@ def test_a_sum_by_torch_costs_what_it_takes_or_its_messages(device, messages):
         assert ours["dense"].latency == predicted["dense in bf16"].latency == pytest.approx(6 * LINK.alpha)
 
 
-def test_a_sum_by_torch_is_measured_where_it_has_a_group_of_all_ranks(one_process):
-    assert 0 < measure_torch_sum(Alone()) < 1
-    assert SimulatedWorld(2).run(measure_torch_sum) == [None, None]
+def test_a_sum_by_torch_is_measured_where_it_has_a_group_of_all_ranks(one_process, monkeypatch):
+    assert measure_torch_alpha(Alone()) is None
+    assert SimulatedWorld(2).run(measure_torch_alpha) == [None, None]
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda short: None)
+    monkeypatch.setattr("sparse_collectives.prediction.seconds_of", lambda call, comm, device: call() or 0.04)
+    assert SimulatedWorld(2).run(measure_torch_alpha) == [pytest.approx(0.01)] * 2
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    assert SimulatedWorld(2).run(measure_torch_alpha) == [None, None]
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_of_sums_in_bf16_torchs_own_is_advised_if_as_fast_and_in_ddp(plain):
     few = {"link": Link(1e-3, 1e-6), "handling": {}, "work": {"torch-bf16": Work()}, "plain": plain}
     for torch_sum, rule in ((0.006, "fastest"), (0.009, "as fast"), (0.011, "")):  # a step by our sum takes 41 ms
-        found = recommend(situation("adamw", ranks=8, torch_sum=torch_sum, **few))
+        found = recommend(situation("adamw", ranks=8, torch_alpha=torch_sum / 28, **few))
         torchs = bool(rule) and not plain
         assert found.step.prediction.name == ("torch-bf16" if torchs else "dense in bf16")
         assert ("and of these torch's own" in found.reason) == (torchs and rule == "as fast")

@@ -24,7 +24,7 @@ from sparse_collectives import WIRES, prediction
 from thinwire.advice.own_work import measure_around, measure_work
 from thinwire.advice.situation import LINKS, TINY, Situation, with_around
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import Shapes, Work, assumed_shapes, elements
+from thinwire.advice.ways import Shapes, Work, assumed_shapes, elements, torch_sum
 
 T = TypeVar("T")
 Loss = Callable[[], torch.Tensor]
@@ -144,7 +144,7 @@ def find_out(
         say(f"measuring the link between {comm.size} ranks")
         network = {"link": prediction.measure_traffic(comm), "link_name": "measured", "pairs": measure_link(comm)}
         network["paths"] = measure_paths(comm, nbytes=PATH_BYTES, repeats=1)
-        network["torch_sum"] = measure_torch_sum(comm)
+        network["torch_alpha"] = measure_torch_alpha(comm)
     found = Situation(
         numel,
         ranks,
@@ -163,12 +163,18 @@ def find_out(
     return _with_all_around(found, comm, say) if handling and found.sends_updates else found
 
 
-def measure_torch_sum(comm: Communicator) -> float | None:
-    """Seconds of a short sum by torch, as DDP makes it; None where torch knows of no group of all ranks. Collective."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == comm.size):
+def measure_torch_alpha(comm: Communicator) -> float | None:
+    """Seconds of each message of a short sum by torch, as DDP makes it. Collective.
+
+    None where torch knows of no group of all ranks, or of none that sums on the communicator's device.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == comm.size > 1):
+        return None
+    if f"{comm.device.type}:" not in dist.get_backend_config():
         return None
     short = torch.zeros(SHORT, device=comm.device)
-    return prediction.slowest([prediction.seconds_of(lambda: dist.all_reduce(short), comm, comm.device)], comm)[0]
+    seconds = prediction.slowest([prediction.seconds_of(lambda: dist.all_reduce(short), comm, comm.device)], comm)[0]
+    return seconds / torch_sum(0, comm.size).messages
 
 
 def _with_all_around(found: Situation, comm: Communicator, say: Callable[[str], None]) -> Situation:

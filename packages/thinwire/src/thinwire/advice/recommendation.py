@@ -58,7 +58,7 @@ def recommend(situation: Situation) -> Recommendation:
     dense, eligible = dense_step(steps), _eligible(situation, steps)
     best = eligible[0].until
     worthwhile = dense / best >= WORTHWHILE
-    nearly = [s for s in eligible if (_as_fast(s, best, dense) if worthwhile else s.prediction.name == "dense")]
+    nearly = [s for s in eligible if (_as_fast(s, eligible[0], dense) if worthwhile else s.prediction.name == "dense")]
     taken = max(nearly, key=lambda s: (_share(situation, s.prediction), s.prediction.wire == "fp32"))
     p, other = taken.prediction, next((s for s in steps if s is not taken), None)
     passed = [s for s in steps if s.mean < eligible[0].mean and s not in eligible]
@@ -69,9 +69,9 @@ def recommend(situation: Situation) -> Recommendation:
     return Recommendation(taken, rule, reason, other, "\n".join([advice, reason, *lines]))
 
 
-def _as_fast(step: Step, best: float, dense: float) -> bool:
-    worthwhile = _is_torchs(step.prediction) and dense >= WORTHWHILE * step.until
-    return step.until <= best * (WORTHWHILE if worthwhile else AS_FAST)
+def _as_fast(step: Step, best: Step, dense: float) -> bool:
+    instead = _is_torchs(step.prediction) and not _is_torchs(best.prediction) and dense >= WORTHWHILE * step.until
+    return step.until <= best.until * (WORTHWHILE if instead else AS_FAST)
 
 
 def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
@@ -83,10 +83,11 @@ def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
     dense, learns = dense_step(steps), {id(s): _learns(situation, s.prediction) for s in steps}
     if situation.chosen:
         own = [s for s in steps if _selects(s.prediction)]
+        whole = [s for s in steps if s.prediction.algorithm in WHOLE and not _lacks_ddp(situation, s.prediction)]
         for level in (WELL, UNKNOWN, BADLY):
             found = [s for s in own if learns[id(s)] <= level]
             if found and dense / found[0].until >= WORTHWHILE:
-                return sorted([*found, *(s for s in steps if s.prediction.algorithm == "dense")], key=lambda s: s.until)
+                return sorted([*found, *whole], key=lambda s: s.until)
     return [s for s in steps if learns[id(s)] == WELL and not _lacks_ddp(situation, s.prediction)]
 
 

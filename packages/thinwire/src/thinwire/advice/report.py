@@ -16,6 +16,7 @@ from thinwire.advice.accuracy import in_a_column, tried
 from thinwire.advice.measuring import NoAdvice
 from thinwire.advice.recommendation import dense_step, recommend
 from thinwire.advice.situation import Situation, Step
+from thinwire.advice.ways import WHOLE
 
 GIGABITS = tuple(0.05 * 2**i for i in range(14))
 RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)
@@ -58,7 +59,7 @@ def _cells(situation: Situation, step: Step, dense: float) -> tuple[str, ...]:
     times = map(prediction.milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean))
     found = situation.known(p)
     pace, behind = "?" if found is None else f"{found.pace:.2f}" if found.pace else "never", in_a_column(found)
-    if p.algorithm == "dense":
+    if p.algorithm in WHOLE:
         pace, behind = "1.00", ""
     how = (p.variant, f"{p.density:.2g}", p.wire, prediction.amount(p.nbytes), str(p.rounds))
     return (*how, *times, pace, f"{dense / until:.2f}×", behind)
@@ -103,7 +104,7 @@ def _row(situation: Situation, step: Step, dense: float) -> dict[str, Any]:
         "step_seconds": later,
         "mean_step_seconds": mean,
         "speedup_after_warm_up": dense / later,
-        "steps_until_as_good": 1.0 if p.algorithm == "dense" else found and found.pace,
+        "steps_until_as_good": 1.0 if p.algorithm in WHOLE else found and found.pace,
         "speedup": dense / until,
         "accuracy": found and found._asdict(),
     }

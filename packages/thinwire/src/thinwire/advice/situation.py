@@ -65,8 +65,8 @@ class Situation:
     shapes: of the trained parameters. work: a rank's own in the ways that select no entries, by name, see
     `measure_work`; those without are not predicted. stragglers: how late ranks are, for which `compute` has no time;
     None: nobody is. plain: the model that was given is not in DDP, so that ways of DDP alone are passed over.
-    data: "images" or "text", by whose trainings ways are judged, or "", by all. torch_sum: seconds of a short sum by
-    torch, if measured.
+    data: "images" or "text", by whose trainings ways are judged, or "", by all. torch_alpha: seconds of each
+    message of a short sum by torch, see `torch_sum`, if measured.
     """
 
     numel: int
@@ -88,14 +88,15 @@ class Situation:
     stragglers: Stragglers | None = None
     plain: bool = False
     data: str = ""
-    torch_sum: float | None = None
+    torch_alpha: float | None = None
 
     @property
     def torch_link(self) -> Link:
         """Its α is such that a short sum by torch takes what was measured; else that of gloo, or of NCCL's trees."""
-        messages = max(1, torch_sum(0, self.ranks).messages)
-        seconds = self.link.alpha * (messages if self.device == "cpu" else 2 * math.ceil(math.log2(self.ranks)))
-        return replace(self.link, alpha=(seconds if self.torch_sum is None else self.torch_sum) / messages)
+        if self.torch_alpha is not None:
+            return replace(self.link, alpha=self.torch_alpha)
+        ring, trees = max(1, torch_sum(0, self.ranks).rounds), 2 * math.ceil(math.log2(self.ranks))
+        return replace(self.link, alpha=self.link.alpha * (1 if self.device == "cpu" else trees / ring))
 
     @property
     def sends_updates(self) -> bool:
@@ -203,7 +204,7 @@ class Situation:
         if density == 1 and like.wire.startswith("int8") and INT8 in self.work:
             return self._of(BY_NAME[INT8], self.work[INT8])
         if density == 1:
-            return prediction.predict("dense", k=self.numel, **self._exchange())
+            return self._by_us(prediction.predict("dense", k=self.numel, **self._exchange()))
         own: dict[str, Any] = {"options": like.options, "handling": self.handling[like.density], "wire": like.wire}
         k = TopK(density).entries(self.numel)
         return self._with_tiny(prediction.predict(like.algorithm, k=k, **own, **self._exchange()))

@@ -203,10 +203,10 @@ def _torch_bf16() -> Way:
         return optimizer
 
     def in_ddp(ddp: DistributedDataParallel, optimizer: Optimizer, steps: int) -> Optimizer:
-        ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+        ddp.register_comm_hook(ddp.process_group, lambda state, bucket: bf16_compress_hook(state, bucket))
         return optimizer
 
-    hook = "ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))"
+    hook = "ddp.register_comm_hook(ddp.process_group, lambda state, bucket: bf16_compress_hook(state, bucket))"
     note = "It is in torch.distributed.algorithms.ddp_comm_hooks.default_hooks; over gloo torch takes it in a lambda."
     sent = lambda rank, size, shapes: torch_sum(2 * elements(shapes), size)  # noqa: E731
     return Way(TORCH_BF16, sent, make, "", in_ddp, hook, note, early=True)
