@@ -28,9 +28,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Task:
     """model: () -> a new one on the CPU, out of torch's generator. batch: samples of all ranks together, a step.
 
-    rates: learning rate of each optimizer that it is for, at which dense does well. text: of characters, whose score is
-    a perplexity. images: () -> those to train on and their labels, those to test on and theirs. points: of a curve.
-    large: a training takes minutes, so that `python -m bench convergence` takes it only if it is asked for.
+    rates: learning rate of each optimizer that it is for, at which dense does well. data: kind of the training, as
+    `thinwire.advise` names it; text is of characters, whose score is a perplexity. images: () -> those to train on and
+    their labels, those to test on and theirs. points: of a curve. large: a training takes minutes, so that
+    `python -m bench convergence` takes it only if it is asked for.
     """
 
     name: str
@@ -38,15 +39,14 @@ class Task:
     batch: int
     steps: int
     rates: dict[str, float]
-    text: bool = False
+    data: str
     images: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
     points: int = 6
     large: bool = False
 
     @property
-    def data(self) -> str:
-        """Kind of the data, as `thinwire.advise` names it."""
-        return "text" if self.text else "images"
+    def text(self) -> bool:
+        return self.data.startswith("text")
 
     def loss(self, model: nn.Module, *, seed: int, rank: int, size: int, step: int) -> Tensor:
         """Of this rank's share of a step's batch."""
@@ -224,17 +224,16 @@ def resnet20(size: int = 8) -> nn.Module:
     return model
 
 
+CONVOLUTIONAL, WRITTEN = "images/convolutional", "text/transformer"
 TASKS = {
     task.name: task
     for task in (
-        Task("cnn-digits", cnn, 64, 264, {"sgd": 0.1, "adamw": 3e-3}, images=digits),
-        Task("vit-digits", ViT, 64, 264, {"sgd": 0.1, "adamw": 3e-3, "muon": 6e-3}, images=digits),
-        Task("resnet20-digits", resnet20, 64, 264, {"sgd": 0.1, "adamw": 3e-3}, images=digits),
-        Task("transformer-text", TransformerLM, 16, 2400, {"sgd": 0.3, "adamw": 6e-3, "muon": 6e-3}, text=True),
-        Task("lstm-text", LSTMLM, 16, 2400, {"sgd": 2.0, "adamw": 1e-2}, text=True),
-        Task("gpt-text", partial(TransformerLM, 256, 4), 16, 1200, {"adamw": 1e-3}, text=True, points=24, large=True),
-        Task(
-            "resnet20-clothing", partial(resnet20, 28), 128, 936, {"sgd": 0.1}, images=clothing, points=12, large=True
-        ),
+        Task("cnn-digits", cnn, 64, 264, {"sgd": 0.1, "adamw": 3e-3}, CONVOLUTIONAL, digits),
+        Task("vit-digits", ViT, 64, 264, {"sgd": 0.1, "adamw": 3e-3, "muon": 6e-3}, "images/transformer", digits),
+        Task("resnet20-digits", resnet20, 64, 264, {"sgd": 0.1, "adamw": 3e-3}, CONVOLUTIONAL, digits),
+        Task("transformer-text", TransformerLM, 16, 2400, {"sgd": 0.3, "adamw": 6e-3, "muon": 6e-3}, WRITTEN),
+        Task("lstm-text", LSTMLM, 16, 2400, {"sgd": 2.0, "adamw": 1e-2}, "text/recurrent"),
+        Task("gpt-text", partial(TransformerLM, 256, 4), 16, 1200, {"adamw": 1e-3}, WRITTEN, points=24, large=True),
+        Task("resnet20-clothing", partial(resnet20, 28), 128, 936, {"sgd": 0.1}, CONVOLUTIONAL, clothing, 12, True),
     )
 }

@@ -15,7 +15,7 @@ from sparse_collectives import ALGORITHMS, WIRES
 from sparse_collectives.prediction.cost import Handling, predict, step_seconds
 from sparse_compress import TopK, WarmUp
 from thinwire.advice import accuracy
-from thinwire.advice.accuracy import Known, in_a_column, known
+from thinwire.advice.accuracy import Known, data_of, in_a_column, known
 from thinwire.advice.measuring import PROBE_SECONDS, share_taken
 from thinwire.advice.recommendation import _other_lines, recommend
 from thinwire.advice.report import as_json, as_text
@@ -316,8 +316,11 @@ def record_of(*places):
     return lambda: accuracy.by_exchange(found)
 
 
+LIKE = ("/recurrent", "/transformer", "")
+
+
 def test_ways_are_judged_by_trainings_on_the_same_data(monkeypatch):
-    """By all, where that optimizer was tried on no such data."""
+    """Of such models, where that optimizer was tried with any; by all, where it was tried on no such data."""
     rows = record_of((8, "cnn", 0.1), (8, "vit", 0.2), (8, "lstm", 3.0), (8, "gpt", 4.0))()
     for row in (row for of in rows.values() for row in of):
         row["data"], row["until"] = ("text", 0.9) if row["task"] in ("lstm", "gpt") else ("images", 0.3)
@@ -340,6 +343,23 @@ def test_ways_are_judged_by_trainings_on_the_same_data(monkeypatch):
     assert "judged by small trainings on all data: none on audio with sgd is on record" in as_text(
         situation(data="audio")
     )
+    for row in (row for of in rows.values() for row in of if row["task"] == "lstm"):
+        row["data"], row["behind"], row["seeds"] = "text/recurrent", 0.3, 2
+    lstm, gpt, wider = (known("sgd", "gtopk", 0.01, "fp32", 8, data=f"text{models}") for models in LIKE)
+    assert (lstm.tasks, lstm.most, lstm.tried) == (("lstm",), 0.3, 4)
+    assert gpt == wider == known("sgd", "gtopk", 0.01, "fp32", 8, data="text")
+    assert gpt.tasks == ("lstm", "gpt")
+    for models, way in zip(LIKE, ("gtopk", "dense", "dense"), strict=True):
+        found = situation(data=f"text{models}", handling={0.01: Handling(0.0, {}, {"gtopk": 0.0})})
+        assert recommend(found).step.prediction.algorithm == way
+    for row in (row for of in rows.values() for row in of if row["task"] == "lstm"):
+        row["seeds"] = 1
+    once = recommend(situation(data="text/recurrent", handling={0.01: Handling(0.0, {}, {"gtopk": 0.0})}))
+    assert once.step.prediction.algorithm == "dense"
+    assert "judged by small trainings of recurrent models on text\n" in as_text(situation(data="text/recurrent"))
+    assert "judged by small trainings on text: none of transformer models on text with sgd is on record" in as_text(
+        situation(data="text/transformer")
+    )
     for row in (row for of in rows.values() for row in of if row["task"] == "vit"):
         row["until"] = None  # within a point in the mean, but its median seed never got there
     found = situation(data="images", handling={0.01: Handling(0.0, {}, {"gtopk": 0.0})})
@@ -353,18 +373,26 @@ def test_ways_are_judged_by_trainings_on_the_same_data(monkeypatch):
     ("layers", "data"),
     [
         ([torch.nn.Linear(3, 3)], ""),
-        ([torch.nn.Conv2d(1, 1, 3), torch.nn.Linear(3, 3)], "images"),
+        ([torch.nn.Conv2d(1, 1, 3), torch.nn.Linear(3, 3)], "images/convolutional"),
+        ([torch.nn.Conv2d(1, 1, 3), torch.nn.LayerNorm(3)], "images/transformer"),
+        ([torch.nn.Conv2d(1, 1, 3), torch.nn.GRU(3, 3)], "images"),
         ([torch.nn.Linear(3, 3), torch.nn.Embedding(3, 3)], "text"),
+        ([torch.nn.LSTM(3, 3), torch.nn.Embedding(3, 3), torch.nn.LayerNorm(3)], "text/recurrent"),
+        ([torch.nn.Embedding(3, 3), torch.nn.TransformerEncoderLayer(4, 2)], "text/transformer"),
+        ([torch.nn.Embedding(3, 3), torch.nn.Sequential(torch.nn.MultiheadAttention(4, 2))], "text/transformer"),
         ([torch.nn.Conv2d(1, 1, 3), torch.nn.Embedding(3, 3)], ""),
         ([torch.nn.EmbeddingBag(3, 3)], ""),
     ],
 )
 def test_a_model_s_layers_say_what_its_data_are(layers, data):
-    model = torch.nn.Sequential(*layers)
-    given = {"steps_per_second": 10, "link": "1gbit", "ranks": 2}
-    assert thinwire.advise(model, **given).situation.data == data
+    assert data_of(torch.nn.Sequential(*layers)) == data
+
+
+def test_data_are_what_the_layers_or_the_user_say():
+    model, given = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)), {"steps_per_second": 10, "link": "1gbit", "ranks": 2}
+    assert thinwire.advise(model, **given).situation.data == "images/convolutional"
     assert thinwire.advise(model, **given, data="text").situation.data == "text"
-    with pytest.raises(ValueError, match=r"data is 'sound', expected 'images', 'text', or '' for all"):
+    with pytest.raises(ValueError, match=r"data is 'sound', expected 'images', .*'text/transformer', or '' for all"):
         thinwire.advise(model, **given, data="sound")
 
 

@@ -282,8 +282,8 @@ def test_nothing_is_selected_for_muon():
 
 
 def test_what_is_known_of_one_task_alone_is_not_advised_unasked(monkeypatch):
-    def record(tasks):
-        same = {"optimizer": "adamw", "wire": "fp32", "ranks": 3, "seeds": 5, "steps": 100, "sends": "gradients"}
+    def record(tasks, seeds):
+        same = {"optimizer": "adamw", "wire": "fp32", "ranks": 3, "seeds": seeds, "steps": 100, "sends": "gradients"}
         same |= {"data": "images", "until": 1.0, "dense_until": 1.0}
         ways = ("sparseloco sync_every=5", 0.021, tasks), ("powersgd rank=4", 1.0, ("vit", "text"))
         return accuracy.by_exchange(
@@ -293,13 +293,14 @@ def test_what_is_known_of_one_task_alone_is_not_advised_unasked(monkeypatch):
         )
 
     found = []
-    for tasks in (("text",), ("text", "vit")):
-        monkeypatch.setattr(accuracy, "_record", partial(record, tasks))
+    for tasks, seeds in ((("text",), 5), (("text", "vit"), 5), (("text",), 1)):
+        monkeypatch.setattr(accuracy, "_record", partial(record, tasks, seeds))
         work = {name: Work() for name in ("sparseloco sync_every=5", "powersgd rank=4")}
         found.append(recommend(situation(work=work)))
-    one, two = found
+    one, two, once = found
     assert one.step.prediction.algorithm == "powersgd"
-    assert "was measured with text alone" in one.reason
+    assert "was measured with text alone." in one.reason
+    assert "was measured with text alone, once." in once.reason
     assert two.step.prediction.algorithm == "sparseloco"
     assert "optimizer.average()" in two.text
 

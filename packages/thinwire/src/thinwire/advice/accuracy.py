@@ -13,10 +13,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from sparse_compress import WarmUp
+from torch import nn
 
 Row = dict[str, Any]
-DATA = ("images", "text", "")
-"""What tasks are of; "" stands for all."""
+DATA = ("images", "images/convolutional", "images/transformer", "text", "text/recurrent", "text/transformer", "")
+"""What tasks are of: data, or data/models; "" stands for all."""
 EXCHANGE = ("optimizer", "algorithm", "density", "wire", "sends")
 MOST_BEHIND = 1.0
 """Points of accuracy, of text percent of perplexity: what is known to lose more is not advised unasked."""
@@ -28,7 +29,8 @@ class Known(NamedTuple):
     least, most: over the tasks, points of accuracy behind dense (for text: percent of perplexity), means of seeds.
     tasks: their names. seeds: of the task with the fewest. ranks: number of ranks that trained each task. until, dense:
     share of a training's steps after which it is as good as dense at the end, less a point (of text: 1 % of the loss),
-    and after which dense is; means of the tasks, None if on any of them it never is.
+    and after which dense is; means of the tasks, None if on any of them it never is. tried: number of tasks of all
+    kinds that were trained with the exchange.
     """
 
     least: float
@@ -38,6 +40,7 @@ class Known(NamedTuple):
     ranks: tuple[int, ...]
     until: float | None = 1.0
     dense: float = 1.0
+    tried: int = 2
 
     @property
     def pace(self) -> float | None:
@@ -50,16 +53,16 @@ def known(
 ) -> Known | None:
     """Measured accuracy of an exchange with the recommended settings for that optimizer; None if it was not measured.
 
-    data: "images" or "text", whose tasks count alone where that optimizer was tried on any; "": all tasks.
+    data: one of `DATA`, whose tasks count alone where that optimizer was tried on any; see `judged`.
 
     For each task, uses the measured number of ranks nearest to `ranks` by ratio, and the larger of two that are equally
     near, because most tasks lose more on more ranks. Of the trainings on that many ranks it uses the longest: residuals
     wait as many steps in a short training, which is a larger share of it.
     """
     by_task: dict[str, list[Row]] = {}
-    everything = not tried(optimizer, data)
-    for row in _record().get((optimizer, algorithm, density, wire, sends), []):
-        if everything or row["data"] == data:
+    counted, rows = judged(optimizer, data), _record().get((optimizer, algorithm, density, wire, sends), [])
+    for row in rows:
+        if _within(row["data"], counted):
             by_task.setdefault(row["task"], []).append(row)
     if not by_task:
         return None
@@ -70,12 +73,42 @@ def known(
     behind, seeds = [row["behind"] for row in taken], min(row["seeds"] for row in taken)
     dense, shares_until = statistics.mean(row["dense_until"] for row in taken), [row["until"] for row in taken]
     until = None if None in shares_until else statistics.mean(shares_until)
-    return Known(min(behind), max(behind), tuple(by_task), seeds, tuple(row["ranks"] for row in taken), until, dense)
+    tried, ranks_of = len({row["task"] for row in rows}), tuple(row["ranks"] for row in taken)
+    return Known(min(behind), max(behind), tuple(by_task), seeds, ranks_of, until, dense, tried)
 
 
-def tried(optimizer: str, data: str) -> bool:
-    """Whether any exchange was tried with that optimizer on such data."""
-    return any((row["optimizer"], row["data"]) == (optimizer, data) for row in chain(*_record().values()))
+def data_of(model: nn.Module) -> str:
+    """Kind of a training by the model's layers, one of `DATA`; "" where they do not say, or say several data.
+
+    An `Embedding` says text, a `Conv2d` images. Models are recurrent with an `RNNBase`; transformers with a class that
+    is named after attention, `LayerNorm` or `RMSNorm`; others with a `Conv2d` are convolutional.
+    """
+    modules = list(model.modules())
+    layers = {"text": nn.Embedding, "images": nn.Conv2d}
+    said = [data for data, layer in layers.items() if any(isinstance(module, layer) for module in modules)]
+    if len(said) != 1:
+        return ""
+    names = " ".join(type(module).__name__.lower() for module in modules)
+    if any(isinstance(module, nn.RNNBase) for module in modules):
+        models = "recurrent"
+    elif any(part in names for part in ("attention", "layernorm", "rmsnorm")):
+        models = "transformer"
+    else:
+        models = "convolutional"
+    return kind if (kind := f"{said[0]}/{models}") in DATA else said[0]
+
+
+def judged(optimizer: str, data: str) -> str:
+    """Of `data`, `data` with all kinds of models, and "", the first on which that optimizer was tried."""
+    on_record = {row["data"] for row in chain(*_record().values()) if row["optimizer"] == optimizer}
+    wider = (data, data.partition("/")[0])
+    return next((kind for kind in wider if any(_within(each, kind) for each in on_record)), "")
+
+
+def of_models(data: str) -> str:
+    """Words for one of `DATA`: "of recurrent models on text", "on text"."""
+    kind, _, models = data.partition("/")
+    return f"of {models} models on {kind}" if models else f"on {kind or 'all data'}"
 
 
 def in_a_column(found: Known | None) -> str:
@@ -112,6 +145,10 @@ def by_exchange(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
     for row in rows:
         found.setdefault(tuple(row[name] for name in EXCHANGE), []).append(row)
     return found
+
+
+def _within(data: str, kind: str) -> bool:
+    return kind in ("", data, data.partition("/")[0])
 
 
 @cache

@@ -23,6 +23,7 @@ from typing import Any
 
 from communicators import Communicator, Link
 
+from thinwire.advice.accuracy import DATA
 from thinwire.advice.measuring import NoAdvice, Trained, device_of, find_out, join, measured_model, on_every_rank
 from thinwire.advice.recommendation import OPTIMIZERS
 from thinwire.advice.report import as_json, as_text, check_plot, plot
@@ -30,7 +31,6 @@ from thinwire.advice.situation import DENSITIES, LINKS, Situation
 from thinwire.advice.stragglers import Stragglers
 
 MOST_DENSITIES = 16
-DATA = ("images", "text", "all")
 COMMAND = "thinwire advise"
 Units = Mapping[str, float]
 Parsed = Callable[[str], float]
@@ -86,7 +86,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--step-seconds": {"type": STEP_SECONDS, "metavar": "T", "help": "of a step on one rank, without communication"},
     "--optimizer": {"choices": OPTIMIZERS, "default": "sgd", "help": "yours; the advice depends on it (default: sgd)"},
     "--data": {
-        "choices": DATA,
+        "choices": (*filter(None, DATA), "all"),
         "help": "judge ways by trainings on it (default: by the layers of --model, or all)",
     },
     "--density": {

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from communicators import Alone, Communicator, Link, allgather, as_communicator, barrier, measure_link, measure_paths
 from sparse_collectives import WIRES, prediction
 
+from thinwire.advice.accuracy import data_of
 from thinwire.advice.own_work import measure_around, measure_work
 from thinwire.advice.situation import LINKS, TINY, Situation, with_around
 from thinwire.advice.stragglers import Stragglers
@@ -85,7 +86,7 @@ class Trained(NamedTuple):
 
     shapes: of the trained parameters. tiny: elements in tensors of fewer than `TINY`, as far as known. compute: seconds
     of forward and backward. backward: seconds of backward. times: seconds of some of this rank's steps, from which late
-    ranks are to be known. data: see `data_of`.
+    ranks are to be known. data: see `accuracy.data_of`.
     """
 
     shapes: Shapes
@@ -235,13 +236,6 @@ def measured_model(name: str, comm: Communicator, device: torch.device, *, late:
     seconds = tuple(map(sum, times[1:])) if late else ()
     more: dict[str, Any] = {"times": seconds, "data": data_of(model)}
     return Trained.of(shapes, forward + backward)._replace(backward=backward, **more)
-
-
-def data_of(model: torch.nn.Module) -> str:
-    """Data that a model is trained on, by its layers: "text", "images", or "" where they do not say, or say both."""
-    layers = {"text": torch.nn.Embedding, "images": torch.nn.Conv2d}
-    said = [data for data, layer in layers.items() if any(isinstance(module, layer) for module in model.modules())]
-    return said[0] if len(said) == 1 else ""
 
 
 def other_dtype(model: torch.nn.Module) -> str:

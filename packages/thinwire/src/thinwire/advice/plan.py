@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from thinwire.advice.accuracy import DATA
-from thinwire.advice.measuring import Trained, data_of, device_of, find_out, join, other_dtype
+from thinwire.advice.accuracy import DATA, data_of
+from thinwire.advice.measuring import Trained, device_of, find_out, join, other_dtype
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import DENSITIES, LINKS, Situation
@@ -59,7 +59,8 @@ def advise(
         overlap: Whether gradients travel during backward; default: where the model is in DDP.
         stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all; or a
             list of seconds of this rank's steps without exchanges, whose fastest of all ranks sets `steps_per_second`.
-        data: "images" or "text": trainings by which ways are judged; "": all. Default: by the layers, see `data_of`.
+        data: "images" or "text": trainings by which ways are judged; "text/recurrent": of such models; "": all.
+            Default: by the layers, see `accuracy.data_of`.
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
@@ -247,7 +248,8 @@ def _unfit(optimizer: str, density: object, data: str) -> str:
     """Complaint about a density without a selection, or other data than are on record; "" if there is none."""
     if density is not None and optimizer == "muon":
         return "density is of a selection, and nothing is selected for muon: leave it out"
-    return "" if data in DATA else f"data is {data!r}, expected 'images', 'text', or '' for all"
+    known = ", ".join(map(repr, DATA[:-1]))
+    return "" if data in DATA else f"data is {data!r}, expected {known}, or '' for all"
 
 
 def _named(optimizer: str | Optimizer) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from communicators import Link, shares_by_rate
 from sparse_collectives import ALGORITHMS, prediction
 
-from thinwire.advice.accuracy import in_a_column, tried
+from thinwire.advice.accuracy import in_a_column, judged, of_models
 from thinwire.advice.measuring import NoAdvice
 from thinwire.advice.recommendation import dense_step, recommend
 from thinwire.advice.situation import Situation, Step
@@ -160,10 +160,10 @@ def _premises(situation: Situation) -> str:
     lines = [f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}"]
     lines.append(f"{situation.ranks} ranks, {_network(situation)}")
     if situation.data:
-        judged = f"on {situation.data}"
-        if not tried(situation.optimizer, situation.data):
-            judged = f"on all data: none {judged} with {situation.optimizer} is on record"
-        lines.append(f"how ways learn is judged by small trainings {judged}")
+        counted, none = judged(situation.optimizer, situation.data), ""
+        if counted != situation.data:
+            none = f": none {of_models(situation.data)} with {situation.optimizer} is on record"
+        lines.append(f"how ways learn is judged by small trainings {of_models(counted)}{none}")
     if late := situation.stragglers:
         mean, waited = map(prediction.milliseconds, (late.mean(situation.ranks), late.late(situation.ranks)))
         lines.append(f"a rank is late by {mean} ms a step in the mean, the last of all by {waited} ms")
