@@ -153,6 +153,15 @@ def test_the_best_of_each_line_and_how_many_times_as_long_others_take():
 
 
 @pytest.mark.few(0)
+def test_long_tasks_are_shown_on_the_first_ranks_and_where_they_were_measured(tmp_path):
+    measured_there = Cell("lstm-text", "adamw", 8, 100.0, 1.0)
+    (tmp_path / JOURNAL).write_text(json.dumps({"cell": list(measured_there), "seconds": {}}) + "\n")
+    asked = {"ranks": [4, 2, 8], "links": ["100 Mbit/s, 1 ms", "10 Mbit/s, 50 ms"], "output": tmp_path}
+    cells = command._cells(SimpleNamespace(tasks=["lstm-text", "vit-digits"], **asked))
+    long = [(cell.ranks, cell.mbit) for cell, _ in cells if cell.task == "lstm-text"]
+    assert long == [(4, 100.0), (4, 10.0), (8, 100.0)]
+
+
 def test_what_is_on_record_is_neither_trained_nor_measured_again(tmp_path, monkeypatch, capsys):
     """And a way that does not reach the goal has no seconds; what was measured twice is compared."""
     runs = runs_of(CELL, 1)

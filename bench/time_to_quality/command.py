@@ -57,7 +57,11 @@ def main(argv: Sequence[str] = ()) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="NAME")
     parser.add_argument("--links", nargs="+", choices=LINKS, metavar="NAME", help=", ".join(map(repr, LINKS)))
     parser.add_argument(
-        "--ranks", nargs="+", type=int, metavar="P", help="default 2; full 4, 2 and 8; long tasks take the first"
+        "--ranks",
+        nargs="+",
+        type=int,
+        metavar="P",
+        help="default 2; full 4, 2 and 8; long tasks take the first and those on record",
     )
     parser.add_argument("--seeds", type=int, help="default 1; full 5; of long tasks those on record, or one")
     parser.add_argument("--whole", action="store_true", help="compare with trainings from beginning to end; full: do")
@@ -81,8 +85,9 @@ def main(argv: Sequence[str] = ()) -> None:
 
 def _cells(options: argparse.Namespace) -> Iterator[tuple[Cell, str]]:
     for task, ranks, link in product(options.tasks, options.ranks, options.links):
-        if task in QUICK or ranks == options.ranks[0]:
-            yield Cell(task, OPTIMIZERS.get(task, "adamw"), ranks, *LINKS[link]), link
+        cell = Cell(task, OPTIMIZERS.get(task, "adamw"), ranks, *LINKS[link])
+        if task in QUICK or ranks == options.ranks[0] or on_record(cell, options.output):
+            yield cell, link
 
 
 def runs_of(cell: Cell, seeds: int) -> dict[Case, list[Run]]:
