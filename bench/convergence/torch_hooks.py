@@ -154,13 +154,8 @@ def _plain(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:
 
 
 def _in_bf16(ddp: DistributedDataParallel, run: Run, numel: int) -> Reduced:
-    """By another name: torch refuses its hook over gloo, where it works."""
-
-    def hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        return bf16_compress_hook(state, bucket)
-
-    hook.__annotations__ = {}  # which would have to be torch's own, and are strings here
-    ddp.register_comm_hook(None, hook)
+    """In a lambda: torch refuses its hook itself over gloo, where it works."""
+    ddp.register_comm_hook(ddp.process_group, lambda state, bucket: bf16_compress_hook(state, bucket))
     return lambda steps: (2 * numel * steps, steps)
 
 
