@@ -7,9 +7,11 @@ import pytest
 import torch
 from communicators import SimulatedWorld, run
 from sparse_compress import topk
+from thinwire.advice.accuracy import DATA, data_of
 
 from bench.convergence.command import main as convergence
 from bench.convergence.largest_of_the_sum import LargestOfTheSum
+from bench.convergence.tasks import TASKS
 from bench.convergence.training import LINKS, trained
 from bench.convergence.ways import Run
 
@@ -74,3 +76,11 @@ def test_the_largest_of_the_sum_are_those_of_all_that_ranks_have(size):
     for result in results:
         assert torch.equal(result.total.to_dense(), topk(whole, 3).to_dense())
     assert torch.equal(whole, results[0].total.to_dense() + sum(result.dropped.to_dense() for result in results))
+
+
+def test_tasks_are_of_a_kind_that_advise_knows():
+    """Which it finds by the layers, where those say one."""
+    assert {task.data for task in TASKS.values()} <= set(DATA)
+    assert {name: data_of(task.model()) for name, task in TASKS.items()} == {
+        name: "" if name == "vit-digits" else task.data for name, task in TASKS.items()
+    }

@@ -152,7 +152,6 @@ def test_the_best_of_each_line_and_how_many_times_as_long_others_take():
     )
 
 
-@pytest.mark.few(0)
 def test_long_tasks_are_shown_on_the_first_ranks_and_where_they_were_measured(tmp_path):
     measured_there = Cell("lstm-text", "adamw", 8, 100.0, 1.0)
     (tmp_path / JOURNAL).write_text(json.dumps({"cell": list(measured_there), "seconds": {}}) + "\n")
@@ -162,6 +161,7 @@ def test_long_tasks_are_shown_on_the_first_ranks_and_where_they_were_measured(tm
     assert long == [(4, 100.0), (4, 10.0), (8, 100.0)]
 
 
+@pytest.mark.few(0)
 def test_what_is_on_record_is_neither_trained_nor_measured_again(tmp_path, monkeypatch, capsys):
     """And a way that does not reach the goal has no seconds; what was measured twice is compared."""
     runs = runs_of(CELL, 1)

@@ -224,16 +224,20 @@ def resnet20(size: int = 8) -> nn.Module:
     return model
 
 
-CONVOLUTIONAL, WRITTEN = "images/convolutional", "text/transformer"
+CONVOLUTIONAL, GPT = "images/convolutional", "text/transformer"
 TASKS = {
     task.name: task
     for task in (
         Task("cnn-digits", cnn, 64, 264, {"sgd": 0.1, "adamw": 3e-3}, CONVOLUTIONAL, digits),
         Task("vit-digits", ViT, 64, 264, {"sgd": 0.1, "adamw": 3e-3, "muon": 6e-3}, "images/transformer", digits),
         Task("resnet20-digits", resnet20, 64, 264, {"sgd": 0.1, "adamw": 3e-3}, CONVOLUTIONAL, digits),
-        Task("transformer-text", TransformerLM, 16, 2400, {"sgd": 0.3, "adamw": 6e-3, "muon": 6e-3}, WRITTEN),
+        Task("transformer-text", TransformerLM, 16, 2400, {"sgd": 0.3, "adamw": 6e-3, "muon": 6e-3}, GPT),
         Task("lstm-text", LSTMLM, 16, 2400, {"sgd": 2.0, "adamw": 1e-2}, "text/recurrent"),
-        Task("gpt-text", partial(TransformerLM, 256, 4), 16, 1200, {"adamw": 1e-3}, WRITTEN, points=24, large=True),
-        Task("resnet20-clothing", partial(resnet20, 28), 128, 936, {"sgd": 0.1}, CONVOLUTIONAL, clothing, 12, True),
+        Task("gpt-text", partial(TransformerLM, 256, 4), 16, 1200, {"adamw": 1e-3}, GPT, points=24, large=True),
+        Task(
+            *("resnet20-clothing", partial(resnet20, 28), 128, 936, {"sgd": 0.1}, CONVOLUTIONAL, clothing),
+            points=12,
+            large=True,
+        ),
     )
 }

@@ -1,6 +1,7 @@
 """What advise says of its choice, and of the machine on which it measured."""
 
 import json
+from functools import partial
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -344,19 +345,21 @@ def test_ways_are_judged_by_trainings_on_the_same_data(monkeypatch):
         situation(data="audio")
     )
     for row in (row for of in rows.values() for row in of if row["task"] == "lstm"):
-        row["data"], row["behind"], row["seeds"] = "text/recurrent", 0.3, 2
+        row["data"], row["behind"], row["seeds"] = "text/recurrent", 0.3, 3
     lstm, gpt, wider = (known("sgd", "gtopk", 0.01, "fp32", 8, data=f"text{models}") for models in LIKE)
-    assert (lstm.tasks, lstm.most, lstm.tried) == (("lstm",), 0.3, 4)
-    assert gpt == wider == known("sgd", "gtopk", 0.01, "fp32", 8, data="text")
+    assert (lstm.tasks, lstm.most, lstm.data) == (("lstm",), 0.3, "text/recurrent")
+    assert gpt == wider
     assert gpt.tasks == ("lstm", "gpt")
     for models, way in zip(LIKE, ("gtopk", "dense", "dense"), strict=True):
         found = situation(data=f"text{models}", handling={0.01: Handling(0.0, {}, {"gtopk": 0.0})})
         assert recommend(found).step.prediction.algorithm == way
     for row in (row for of in rows.values() for row in of if row["task"] == "lstm"):
-        row["seeds"] = 1
-    once = recommend(situation(data="text/recurrent", handling={0.01: Handling(0.0, {}, {"gtopk": 0.0})}))
-    assert once.step.prediction.algorithm == "dense"
-    assert "judged by small trainings of recurrent models on text\n" in as_text(situation(data="text/recurrent"))
+        row["seeds"] = 2
+    few = recommend(situation(data="text/recurrent", handling={0.01: Handling(0.0, {}, {"gtopk": 0.0})}))
+    assert few.step.prediction.algorithm == "dense"
+    judged = "judged by small trainings of recurrent models on text, or of other models where a way has too few\n"
+    assert judged in as_text(situation(data="text/recurrent"))
+    assert json.loads(as_json(situation(data="text/transformer")))["judged_by"] == "text"
     assert "judged by small trainings on text: none of transformer models on text with sgd is on record" in as_text(
         situation(data="text/transformer")
     )
@@ -369,6 +372,21 @@ def test_ways_are_judged_by_trainings_on_the_same_data(monkeypatch):
     assert "never" in as_text(found)
 
 
+def test_a_way_without_trainings_of_such_models_is_judged_by_others_on_the_same_data(monkeypatch):
+    rows = record_of((8, "cnn", 0.1), (8, "vit", 2.0))()
+    for row in (row for of in rows.values() for row in of):
+        row["data"], row["seeds"] = "images/convolutional" if row["task"] == "cnn" else "images/transformer", 3
+    other = {**rows["sgd", "gtopk", 0.01, "fp32", "updates"][1], "algorithm": "other"}  # of the ViT alone
+    rows["sgd", "other", 0.01, "fp32", "updates"] = [other]
+    monkeypatch.setattr(accuracy, "_record", lambda: rows)
+    convolutional = partial(known, "sgd", data="images/convolutional")
+    assert (convolutional("gtopk", 0.01, "fp32", 8).most, convolutional("other", 0.01, "fp32", 8).most) == (0.1, 2.0)
+    assert convolutional("other", 0.01, "fp32", 8).data == "images"
+    assert convolutional("another", 0.01, "fp32", 8) is None
+    rows["sgd", "gtopk", 0.01, "fp32", "updates"][0]["seeds"] = 2
+    assert convolutional("gtopk", 0.01, "fp32", 8).most == 2.0
+
+
 @pytest.mark.parametrize(
     ("layers", "data"),
     [
@@ -376,6 +394,10 @@ def test_ways_are_judged_by_trainings_on_the_same_data(monkeypatch):
         ([torch.nn.Conv2d(1, 1, 3), torch.nn.Linear(3, 3)], "images/convolutional"),
         ([torch.nn.Conv2d(1, 1, 3), torch.nn.LayerNorm(3)], "images/transformer"),
         ([torch.nn.Conv2d(1, 1, 3), torch.nn.GRU(3, 3)], "images"),
+        ([torch.nn.Conv2d(1, 1, 3), torch.nn.Conv2d(1, 1, 3), torch.nn.LayerNorm(3)], "images"),
+        ([torch.nn.Conv2d(1, 1, 3), torch.nn.BatchNorm2d(3)], "images/convolutional"),
+        ([torch.nn.LSTMCell(3, 3), torch.nn.Embedding(3, 3)], "text/recurrent"),
+        ([torch.nn.LSTM(3, 3), torch.nn.Embedding(3, 3), torch.nn.TransformerEncoderLayer(4, 2)], "text"),
         ([torch.nn.Linear(3, 3), torch.nn.Embedding(3, 3)], "text"),
         ([torch.nn.LSTM(3, 3), torch.nn.Embedding(3, 3), torch.nn.LayerNorm(3)], "text/recurrent"),
         ([torch.nn.Embedding(3, 3), torch.nn.TransformerEncoderLayer(4, 2)], "text/transformer"),

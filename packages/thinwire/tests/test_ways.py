@@ -299,8 +299,8 @@ def test_what_is_known_of_one_task_alone_is_not_advised_unasked(monkeypatch):
         found.append(recommend(situation(work=work)))
     one, two, once = found
     assert one.step.prediction.algorithm == "powersgd"
-    assert "was measured with text alone." in one.reason
-    assert "was measured with text alone, once." in once.reason
+    assert "was measured with text alone (5 seeds)." in one.reason
+    assert "was measured with text alone (1 seed)." in once.reason
     assert two.step.prediction.algorithm == "sparseloco"
     assert "optimizer.average()" in two.text
 

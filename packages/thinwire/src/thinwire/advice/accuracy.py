@@ -22,6 +22,9 @@ EXCHANGE = ("optimizer", "algorithm", "density", "wire", "sends")
 MOST_BEHIND = 1.0
 """Points of accuracy, of text percent of perplexity: what is known to lose more is not advised unasked."""
 
+FEWEST_TASKS, FEWEST_SEEDS = 2, 3
+"""What learned well on fewer tasks is taken for unknown, but for one task of models like the user's in enough seeds."""
+
 
 class Known(NamedTuple):
     """Measured accuracy of an exchange.
@@ -29,8 +32,7 @@ class Known(NamedTuple):
     least, most: over the tasks, points of accuracy behind dense (for text: percent of perplexity), means of seeds.
     tasks: their names. seeds: of the task with the fewest. ranks: number of ranks that trained each task. until, dense:
     share of a training's steps after which it is as good as dense at the end, less a point (of text: 1 % of the loss),
-    and after which dense is; means of the tasks, None if on any of them it never is. tried: number of tasks of all
-    kinds that were trained with the exchange.
+    and after which dense is; means of the tasks, None if on any of them it never is. data: the kind that they are of.
     """
 
     least: float
@@ -40,7 +42,12 @@ class Known(NamedTuple):
     ranks: tuple[int, ...]
     until: float | None = 1.0
     dense: float = 1.0
-    tried: int = 2
+    data: str = ""
+
+    @property
+    def few(self) -> bool:
+        """Whether it was measured on one task alone, and in few seeds if that is of models like the user's."""
+        return len(self.tasks) < FEWEST_TASKS and not ("/" in self.data and self.seeds >= FEWEST_SEEDS)
 
     @property
     def pace(self) -> float | None:
@@ -53,16 +60,23 @@ def known(
 ) -> Known | None:
     """Measured accuracy of an exchange with the recommended settings for that optimizer; None if it was not measured.
 
-    data: one of `DATA`, whose tasks count alone where that optimizer was tried on any; see `judged`.
+    data: one of `DATA`, whose tasks count alone; where there are too few, those on the same data with all kinds of
+    models; where that optimizer was not tried on such data at all, all tasks.
 
     For each task, uses the measured number of ranks nearest to `ranks` by ratio, and the larger of two that are equally
     near, because most tasks lose more on more ranks. Of the trainings on that many ranks it uses the longest: residuals
     wait as many steps in a short training, which is a larger share of it.
     """
+    rows, kinds = _record().get((optimizer, algorithm, density, wire, sends), []), _wider(judged(optimizer, data))
+    found = [each for kind in kinds if (each := _known(rows, ranks, kind))]
+    return next((each for each in found if not each.few), found[-1] if found else None)
+
+
+def _known(rows: Iterable[Row], ranks: int, data: str) -> Known | None:
+    """Accuracy by the tasks of one kind."""
     by_task: dict[str, list[Row]] = {}
-    counted, rows = judged(optimizer, data), _record().get((optimizer, algorithm, density, wire, sends), [])
     for row in rows:
-        if _within(row["data"], counted):
+        if _within(row["data"], data):
             by_task.setdefault(row["task"], []).append(row)
     if not by_task:
         return None
@@ -72,37 +86,37 @@ def known(
     ]
     behind, seeds = [row["behind"] for row in taken], min(row["seeds"] for row in taken)
     dense, shares_until = statistics.mean(row["dense_until"] for row in taken), [row["until"] for row in taken]
-    until = None if None in shares_until else statistics.mean(shares_until)
-    tried, ranks_of = len({row["task"] for row in rows}), tuple(row["ranks"] for row in taken)
-    return Known(min(behind), max(behind), tuple(by_task), seeds, ranks_of, until, dense, tried)
+    until, ranks_of = None if None in shares_until else statistics.mean(shares_until), tuple(r["ranks"] for r in taken)
+    return Known(min(behind), max(behind), tuple(by_task), seeds, ranks_of, until, dense, data)
 
 
 def data_of(model: nn.Module) -> str:
     """Kind of a training by the model's layers, one of `DATA`; "" where they do not say, or say several data.
 
-    An `Embedding` says text, a `Conv2d` images. Models are recurrent with an `RNNBase`; transformers with a class that
-    is named after attention, `LayerNorm` or `RMSNorm`; others with a `Conv2d` are convolutional.
+    An `Embedding` says text, a `Conv2d` images. Classes named after LSTM, GRU or RNN make a model recurrent; after
+    attention, transformers, `LayerNorm` or `RMSNorm` a transformer; a `Conv2d`, of which a transformer has one at most,
+    convolutional. Where kinds of models mix, the data alone are said.
     """
     modules = list(model.modules())
-    layers = {"text": nn.Embedding, "images": nn.Conv2d}
-    said = [data for data, layer in layers.items() if any(isinstance(module, layer) for module in modules)]
-    if len(said) != 1:
+    convolutions = sum(isinstance(module, nn.Conv2d) for module in modules)
+    text = any(isinstance(module, nn.Embedding) for module in modules)
+    if text == bool(convolutions):
         return ""
     names = " ".join(type(module).__name__.lower() for module in modules)
-    if any(isinstance(module, nn.RNNBase) for module in modules):
-        models = "recurrent"
-    elif any(part in names for part in ("attention", "layernorm", "rmsnorm")):
-        models = "transformer"
-    else:
-        models = "convolutional"
-    return kind if (kind := f"{said[0]}/{models}") in DATA else said[0]
+    recurrent = any(part in names for part in ("lstm", "gru", "rnn"))
+    attends = any(part in names for part in ("attention", "transformer"))
+    transformer = attends or (not recurrent and any(part in names for part in ("layernorm", "rmsnorm")))
+    convolutional = convolutions > 1 or (convolutions == 1 and not (recurrent or transformer))
+    kinds = {"recurrent": recurrent, "transformer": transformer, "convolutional": convolutional}
+    models = [kind for kind, found in kinds.items() if found]
+    data = "text" if text else "images"
+    return kind if len(models) == 1 and (kind := f"{data}/{models[0]}") in DATA else data
 
 
 def judged(optimizer: str, data: str) -> str:
-    """Of `data`, `data` with all kinds of models, and "", the first on which that optimizer was tried."""
-    on_record = {row["data"] for row in chain(*_record().values()) if row["optimizer"] == optimizer}
-    wider = (data, data.partition("/")[0])
-    return next((kind for kind in wider if any(_within(each, kind) for each in on_record)), "")
+    """Of `data`, `data` with all kinds of models, and "", the first on which any exchange was tried with it."""
+    tried = {row["data"] for row in chain(*_record().values()) if row["optimizer"] == optimizer}
+    return next(kind for kind in (*_wider(data), "") if kind == "" or any(_within(each, kind) for each in tried))
 
 
 def of_models(data: str) -> str:
@@ -147,8 +161,12 @@ def by_exchange(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
     return found
 
 
+def _wider(data: str) -> tuple[str, ...]:
+    return data, data.partition("/")[0]
+
+
 def _within(data: str, kind: str) -> bool:
-    return kind in ("", data, data.partition("/")[0])
+    return kind in ("", *_wider(data))
 
 
 @cache

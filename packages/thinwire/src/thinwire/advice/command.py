@@ -87,7 +87,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--optimizer": {"choices": OPTIMIZERS, "default": "sgd", "help": "yours; the advice depends on it (default: sgd)"},
     "--data": {
         "choices": (*filter(None, DATA), "all"),
-        "help": "judge ways by trainings on it (default: by the layers of --model, or all)",
+        "help": "judge ways by trainings on such data, of such models (default: by the layers of --model, or all)",
     },
     "--density": {
         "type": DENSITY,

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from sparse_collectives import ALGORITHMS, Prediction
 
-from thinwire.advice.accuracy import MOST_BEHIND, Known, in_words
+from thinwire.advice.accuracy import MOST_BEHIND, in_words
 from thinwire.advice.situation import Situation, Step
 from thinwire.advice.ways import BY_NAME, WHOLE, bucket_of_all
 
@@ -22,8 +22,6 @@ AS_FAST = 1.05
 
 For torch's own it is `WORTHWHILE`: nothing of ours is to be installed for less.
 """
-FEWEST = 2
-"""What was tried on fewer tasks, of any kind, or in fewer trainings of its own, is unknown where it learned well."""
 WELL, UNKNOWN, BADLY = range(3)
 """How an exchange is known to learn, best first."""
 
@@ -112,14 +110,9 @@ def _learns(situation: Situation, p: Prediction) -> int:
     if p.algorithm in WHOLE:
         return WELL
     found = situation.known(p)
-    if found is None or _too_few(found):
+    if found is None or (found.most <= MOST_BEHIND and found.few):
         return UNKNOWN
     return WELL if found.most <= MOST_BEHIND and found.pace else BADLY
-
-
-def _too_few(found: Known) -> bool:
-    few = found.tried < FEWEST or len(found.tasks) * found.seeds < FEWEST
-    return few and found.most <= MOST_BEHIND
 
 
 def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
@@ -132,9 +125,9 @@ def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
         said.append(f"Faster, but passed over: {_named(hook)}; it is a hook of DDP, and the model is not in DDP.")
     for step in (fastest[level] for level in (BADLY, UNKNOWN) if level in fastest):
         found, why = situation.known(step.prediction), "how it learns was not measured"
-        if found is not None and _too_few(found):
-            why = f"how it learns was measured with {found.tasks[0]} alone"
-            why += "" if found.seeds > 1 else ", once"
+        if found is not None and found.most <= MOST_BEHIND and found.few:
+            seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
+            why = f"how it learns was measured with {found.tasks[0]} alone ({seeds})"
         elif found is not None:
             ranks = " and ".join(map(str, sorted(set(found.ranks))))
             why = f"it ended up to {found.most:.1f} points behind dense on {ranks} ranks"

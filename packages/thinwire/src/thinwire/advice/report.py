@@ -76,6 +76,7 @@ def as_json(situation: Situation) -> str:
         "ranks": situation.ranks,
         "optimizer": situation.optimizer,
         "data": situation.data,
+        "judged_by": judged(situation.optimizer, situation.data),
         "device": situation.device,
         "compute_seconds": situation.compute,
         "overlapped_seconds": situation.hidden,
@@ -160,10 +161,12 @@ def _premises(situation: Situation) -> str:
     lines = [f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}"]
     lines.append(f"{situation.ranks} ranks, {_network(situation)}")
     if situation.data:
-        counted, none = judged(situation.optimizer, situation.data), ""
+        counted, more = judged(situation.optimizer, situation.data), ""
         if counted != situation.data:
-            none = f": none {of_models(situation.data)} with {situation.optimizer} is on record"
-        lines.append(f"how ways learn is judged by small trainings {of_models(counted)}{none}")
+            more = f": none {of_models(situation.data)} with {situation.optimizer} is on record"
+        elif "/" in counted:
+            more = ", or of other models where a way has too few"
+        lines.append(f"how ways learn is judged by small trainings {of_models(counted)}{more}")
     if late := situation.stragglers:
         mean, waited = map(prediction.milliseconds, (late.mean(situation.ranks), late.late(situation.ranks)))
         lines.append(f"a rank is late by {mean} ms a step in the mean, the last of all by {waited} ms")

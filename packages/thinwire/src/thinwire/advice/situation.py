@@ -65,7 +65,7 @@ class Situation:
     shapes: of the trained parameters. work: a rank's own in the ways that select no entries, by name, see
     `measure_work`; those without are not predicted. stragglers: how late ranks are, for which `compute` has no time;
     None: nobody is. plain: the model that was given is not in DDP, so that ways of DDP alone are passed over.
-    data: "images" or "text", by whose trainings ways are judged, or "", by all. torch_alpha: seconds of each
+    data: one of `accuracy.DATA`, by whose trainings ways are judged. torch_alpha: seconds of each
     message of a short sum by torch, see `torch_sum`, if measured.
     """
 
