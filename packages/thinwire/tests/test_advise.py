@@ -72,13 +72,15 @@ def test_1gbit_something_helps(capsys):
 
 @pytest.mark.slow
 def test_json(capsys):
-    found = advice(capsys, "--link", "10gbit", "--ranks", "14", "--density", "0.01", "0.001", "0.01")
+    few = ("--density", "0.01", "0.001", "0.01")
+    found = advice(capsys, "--link", "10gbit", "--ranks", "14", *few, "--data", "text/recurrent")
+    assert (found["data"], found["judged_by"]) == ("text/recurrent", "")  # of SGD on text nothing is on record
     numbers = ("nbytes", "rounds", "compression_seconds", "network_seconds", "merging_seconds", "step_seconds")
     speeds = ("mean_step_seconds", "steps_until_as_good", "speedup", "speedup_after_warm_up")
     assert set(found) == {
         *("parameters", "ranks", "device", "compute_seconds", "overlapped_seconds", "link", "pairs", "handling"),
         *("optimizer", "predictions", "recommendation", "taken_by_others", "warning", "seconds_per_byte", "unequal"),
-        *("stragglers", "data"),
+        *("stragglers", "data", "judged_by"),
     }
     assert (found["parameters"], found["ranks"], found["pairs"]) == (25_000_000, 14, None)
     assert found["link"] == {"name": "10gbit", "alpha": 30e-6, "beta": 0.8e-9}
