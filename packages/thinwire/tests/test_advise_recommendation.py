@@ -421,7 +421,7 @@ def test_data_are_what_the_layers_or_the_user_say():
 def test_of_a_tasks_trainings_the_longest_counts(monkeypatch):
     places = (8, "vit", 5.0, 264), (8, "vit", 0.5, 1056), (8, "cnn", 0.7, 264), (2, "vit", 9.0, 9999)
     monkeypatch.setattr(accuracy, "_record", record_of(*places))
-    assert known("sgd", "gtopk", 0.01, "fp32", 8) == (0.5, 0.7, ("vit", "cnn"), 1, (8, 8), 1.0, 1.0)
+    assert known("sgd", "gtopk", 0.01, "fp32", 8) == (0.5, 0.7, ("vit", "cnn"), 1, (8, 8), 1.0, 1.0, "")
 
 
 MEASURED = st.dictionaries(
