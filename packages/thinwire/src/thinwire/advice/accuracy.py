@@ -23,7 +23,7 @@ MOST_BEHIND = 1.0
 """Points of accuracy, of text percent of perplexity: what is known to lose more is not advised unasked."""
 
 FEWEST_TASKS, FEWEST_SEEDS = 2, 3
-"""What learned well on fewer tasks is taken for unknown, but for one task of models like the user's in enough seeds."""
+"""What learned well on fewer tasks is taken for unknown, but for the only one of its kind in enough seeds."""
 
 
 class Known(NamedTuple):
@@ -33,6 +33,7 @@ class Known(NamedTuple):
     tasks: their names. seeds: of the task with the fewest. ranks: number of ranks that trained each task. until, dense:
     share of a training's steps after which it is as good as dense at the end, less a point (of text: 1 % of the loss),
     and after which dense is; means of the tasks, None if on any of them it never is. data: the kind that they are of.
+    few: it is one task, though its optimizer was tried with others of that kind, or in few seeds.
     """
 
     least: float
@@ -43,11 +44,7 @@ class Known(NamedTuple):
     until: float | None = 1.0
     dense: float = 1.0
     data: str = ""
-
-    @property
-    def few(self) -> bool:
-        """Whether it was measured on one task alone, and in few seeds if that is of models like the user's."""
-        return len(self.tasks) < FEWEST_TASKS and not ("/" in self.data and self.seeds >= FEWEST_SEEDS)
+    few: bool = False
 
     @property
     def pace(self) -> float | None:
@@ -68,12 +65,12 @@ def known(
     wait as many steps in a short training, which is a larger share of it.
     """
     rows, kinds = _record().get((optimizer, algorithm, density, wire, sends), []), _wider(judged(optimizer, data))
-    found = [each for kind in kinds if (each := _known(rows, ranks, kind))]
+    found = [each for kind in kinds if (each := _known(rows, ranks, kind, len(_tasks(optimizer, kind))))]
     return next((each for each in found if not each.few), found[-1] if found else None)
 
 
-def _known(rows: Iterable[Row], ranks: int, data: str) -> Known | None:
-    """Accuracy by the tasks of one kind."""
+def _known(rows: Iterable[Row], ranks: int, data: str, on_record: int) -> Known | None:
+    """Accuracy by the tasks of one kind, of which so many are on record."""
     by_task: dict[str, list[Row]] = {}
     for row in rows:
         if _within(row["data"], data):
@@ -87,7 +84,8 @@ def _known(rows: Iterable[Row], ranks: int, data: str) -> Known | None:
     behind, seeds = [row["behind"] for row in taken], min(row["seeds"] for row in taken)
     dense, shares_until = statistics.mean(row["dense_until"] for row in taken), [row["until"] for row in taken]
     until, ranks_of = None if None in shares_until else statistics.mean(shares_until), tuple(r["ranks"] for r in taken)
-    return Known(min(behind), max(behind), tuple(by_task), seeds, ranks_of, until, dense, data)
+    few = len(by_task) < FEWEST_TASKS and (on_record > 1 or seeds < FEWEST_SEEDS)
+    return Known(min(behind), max(behind), tuple(by_task), seeds, ranks_of, until, dense, data, few)
 
 
 def data_of(model: nn.Module) -> str:
@@ -115,8 +113,7 @@ def data_of(model: nn.Module) -> str:
 
 def judged(optimizer: str, data: str) -> str:
     """Of `data`, `data` with all kinds of models, and "", the first on which any exchange was tried with it."""
-    tried = {row["data"] for row in chain(*_record().values()) if row["optimizer"] == optimizer}
-    return next(kind for kind in (*_wider(data), "") if kind == "" or any(_within(each, kind) for each in tried))
+    return next(kind for kind in (*_wider(data), "") if kind == "" or _tasks(optimizer, kind))
 
 
 def of_models(data: str) -> str:
@@ -159,6 +156,12 @@ def by_exchange(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
     for row in rows:
         found.setdefault(tuple(row[name] for name in EXCHANGE), []).append(row)
     return found
+
+
+def _tasks(optimizer: str, kind: str) -> set[str]:
+    """Tasks of a kind that any exchange was tried on with that optimizer."""
+    every = chain(*_record().values())
+    return {row["task"] for row in every if row["optimizer"] == optimizer and _within(row["data"], kind)}
 
 
 def _wider(data: str) -> tuple[str, ...]:
