@@ -147,6 +147,9 @@ def test_the_best_of_each_line_and_how_many_times_as_long_others_take():
     assert first["behind"] == 5.0 / 6.0
     assert second["ours"] is second["powersgd"] is second["advised"] is None
     assert second["over_bf16"] == 0.0
+    assert (first["tried"], second["tried"]) == (True, False)
+    [lost] = best_of([row("dense-int8", "thinwire", None, advised=True), row("gtopk", "thinwire", 1.0)])
+    assert (lost["tried"], lost["advised"], lost["late"]) == (True, None, math.inf)
     assert best_of([row("torch PowerSGD hook", "torch", None), row("gtopk", "thinwire", 1.0)])[0]["over_powersgd"] == (
         math.inf
     )

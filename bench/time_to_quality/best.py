@@ -15,7 +15,7 @@ def best_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     bf16, powersgd, torch, ours, advised: rows, the fastest of several, None if none gets to the goal, or none is
     advised. over_bf16, over_powersgd, over_torch: how many times as long as ours those take; inf where only ours gets
     there, 0 where ours does not. late: how many times as long what is advised takes as the fastest of all; behind: as
-    the fastest of torch's. advice: name of what is advised, even where it was not measured.
+    the fastest of torch's. advice: name of what is advised, even where it was not measured; tried: whether it was.
     """
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -33,7 +33,7 @@ def _best(rows: Sequence[Row]) -> dict[str, Any]:
         "advised": _fastest([row for row in rows if row["advised"]]),
     }
     place = {name: rows[0][name] for name in (*PLACE, "goal")}
-    place["advice"] = rows[0].get("advice")
+    place |= {"advice": rows[0].get("advice"), "tried": any(row["advised"] for row in rows)}
     for name, fastest in (("late", _fastest(rows)), ("behind", found["torch"])):
         place[name] = _over(found["advised"], fastest)
     return place | found | {f"over_{name}": _over(found[name], found["ours"]) for name in ("bf16", "powersgd", "torch")}
