@@ -59,7 +59,7 @@ def advise(
         overlap: Whether gradients travel during backward; default: where the model is in DDP.
         stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all; or a
             list of seconds of this rank's steps without exchanges, whose fastest of all ranks sets `steps_per_second`.
-        data: Trainings that judge ways: "text", "text/recurrent", … (as `--data`), or "" for all; default: by the layers.
+        data: Trainings that judge ways: "text", "text/recurrent", … (as `--data`), "" for all; default: by the layers.
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
