@@ -401,6 +401,7 @@ def test_a_way_without_trainings_of_such_models_is_judged_by_others_on_the_same_
         ([torch.nn.Conv2d(1, 1, 3), torch.nn.Conv2d(1, 1, 3), torch.nn.LayerNorm(3)], "images"),
         ([torch.nn.Conv2d(1, 1, 3), torch.nn.BatchNorm2d(3)], "images/convolutional"),
         ([torch.nn.LSTMCell(3, 3), torch.nn.Embedding(3, 3)], "text/recurrent"),
+        ([type("LearnNet", (torch.nn.Linear,), {})(3, 3), torch.nn.Embedding(3, 3)], "text"),
         ([torch.nn.LSTM(3, 3), torch.nn.Embedding(3, 3), torch.nn.TransformerEncoderLayer(4, 2)], "text"),
         ([torch.nn.Linear(3, 3), torch.nn.Embedding(3, 3)], "text"),
         ([torch.nn.LSTM(3, 3), torch.nn.Embedding(3, 3), torch.nn.LayerNorm(3)], "text/recurrent"),

@@ -100,10 +100,10 @@ def data_of(model: nn.Module) -> str:
     text = any(isinstance(module, nn.Embedding) for module in modules)
     if text == bool(convolutions):
         return ""
-    names = " ".join(type(module).__name__.lower() for module in modules)
-    recurrent = any(part in names for part in ("lstm", "gru", "rnn"))
-    attends = any(part in names for part in ("attention", "transformer"))
-    transformer = attends or (not recurrent and any(part in names for part in ("layernorm", "rmsnorm")))
+    names = " ".join(type(module).__name__ for module in modules)
+    recurrent = any(part in names for part in ("LSTM", "GRU", "RNN"))
+    attends = any(part in names for part in ("Attention", "Transformer"))
+    transformer = attends or (not recurrent and any(part in names for part in ("LayerNorm", "RMSNorm")))
     convolutional = convolutions > 1 or (convolutions == 1 and not (recurrent or transformer))
     kinds = {"recurrent": recurrent, "transformer": transformer, "convolutional": convolutional}
     models = [kind for kind, found in kinds.items() if found]
@@ -112,7 +112,7 @@ def data_of(model: nn.Module) -> str:
 
 
 def judged(optimizer: str, data: str) -> str:
-    """Of `data`, `data` with all kinds of models, and "", the first on which any exchange was tried with it."""
+    """First of `data`, the same data with all kinds of models, and "", on which the optimizer was tried."""
     return next(kind for kind in (*_wider(data), "") if kind == "" or _tasks(optimizer, kind))
 
 
@@ -160,8 +160,8 @@ def by_exchange(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
 
 def _tasks(optimizer: str, kind: str) -> set[str]:
     """Tasks of a kind that any exchange was tried on with that optimizer."""
-    every = chain(*_record().values())
-    return {row["task"] for row in every if row["optimizer"] == optimizer and _within(row["data"], kind)}
+    mine = (rows for (name, *_), rows in _record().items() if name == optimizer)
+    return {row["task"] for row in chain(*mine) if _within(row["data"], kind)}
 
 
 def _wider(data: str) -> tuple[str, ...]:
