@@ -6,7 +6,7 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 from itertools import chain
@@ -65,12 +65,16 @@ def known(
     wait as many steps in a short training, which is a larger share of it.
     """
     rows, kinds = _record().get((optimizer, algorithm, density, wire, sends), []), _wider(judged(optimizer, data))
-    found = [each for kind in kinds if (each := _known(rows, ranks, kind, len(_tasks(optimizer, kind))))]
-    return next((each for each in found if not each.few), found[-1] if found else None)
+    found = None
+    for kind in kinds:
+        found = _known(rows, ranks, kind) or found
+        if found is not None and not found.few:
+            break
+    return found
 
 
-def _known(rows: Iterable[Row], ranks: int, data: str, on_record: int) -> Known | None:
-    """Accuracy by the tasks of one kind, of which so many are on record."""
+def _known(rows: Iterable[Row], ranks: int, data: str) -> Known | None:
+    """Accuracy by the tasks of one kind."""
     by_task: dict[str, list[Row]] = {}
     for row in rows:
         if _within(row["data"], data):
@@ -84,7 +88,7 @@ def _known(rows: Iterable[Row], ranks: int, data: str, on_record: int) -> Known 
     behind, seeds = [row["behind"] for row in taken], min(row["seeds"] for row in taken)
     dense, shares_until = statistics.mean(row["dense_until"] for row in taken), [row["until"] for row in taken]
     until, ranks_of = None if None in shares_until else statistics.mean(shares_until), tuple(r["ranks"] for r in taken)
-    few = len(by_task) < FEWEST_TASKS and (on_record > 1 or seeds < FEWEST_SEEDS)
+    few = len(by_task) < FEWEST_TASKS and (seeds < FEWEST_SEEDS or len(set(_tasks(taken[0]["optimizer"], data))) > 1)
     return Known(min(behind), max(behind), tuple(by_task), seeds, ranks_of, until, dense, data, few)
 
 
@@ -113,7 +117,7 @@ def data_of(model: nn.Module) -> str:
 
 def judged(optimizer: str, data: str) -> str:
     """First of `data`, the same data with all kinds of models, and "", on which the optimizer was tried."""
-    return next(kind for kind in (*_wider(data), "") if kind == "" or _tasks(optimizer, kind))
+    return next(kind for kind in (*_wider(data), "") if kind == "" or any(_tasks(optimizer, kind)))
 
 
 def of_models(data: str) -> str:
@@ -158,10 +162,10 @@ def by_exchange(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
     return found
 
 
-def _tasks(optimizer: str, kind: str) -> set[str]:
-    """Tasks of a kind that any exchange was tried on with that optimizer."""
+def _tasks(optimizer: str, kind: str) -> Iterator[str]:
+    """Task of each training of a kind with that optimizer, whatever the exchange."""
     mine = (rows for (name, *_), rows in _record().items() if name == optimizer)
-    return {row["task"] for row in chain(*mine) if _within(row["data"], kind)}
+    return (row["task"] for row in chain.from_iterable(mine) if _within(row["data"], kind))
 
 
 def _wider(data: str) -> tuple[str, ...]:
@@ -169,7 +173,7 @@ def _wider(data: str) -> tuple[str, ...]:
 
 
 def _within(data: str, kind: str) -> bool:
-    return kind in ("", *_wider(data))
+    return kind in ("", data) or data.startswith(f"{kind}/")
 
 
 @cache
