@@ -11,13 +11,13 @@ from torch import nn
 NUMEL = 240
 
 
-def steps(size, number, **options):
+def steps(size, number, inner=0.0, **options):
     """Of each rank: what was sent in each step, the parameters, and the residuals."""
 
     def rank(comm):
         model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(40, 5)), "b": nn.Parameter(torch.zeros(40))})
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm=comm, **options)
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0, momentum=inner)
+        optimizer = DistributedOptimizer(sgd, model.named_parameters(), comm=comm, **options)
         sent = []
         for step in range(number):
             generator = torch.Generator().manual_seed(7 * step + comm.rank)
@@ -52,6 +52,19 @@ def test_all_is_summed_as_dense_sums_it(algorithm, size, wire):
         assert torch.equal(values, expected)
         assert waits == pytest.approx(waits_too)
         assert waits == 0 or wire != "fp32"  # whole numbers: no rounding
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("algorithm", ["gtopk", "oktopk", "spardl"])
+def test_momentum_before_the_selection_is_sgds_own_where_all_is_sent(algorithm, size):
+    """Masked, it was no momentum at all in a dense warm-up."""
+    before, after = (
+        steps(size, 4, algorithm=name, density=1.0, **given)
+        for name, given in ((algorithm, {"momentum": 0.5}), ("dense", {"inner": 0.5}))
+    )
+    for (_, ours, waits), (_, theirs, _) in zip(before, after, strict=True):
+        assert torch.equal(ours, theirs)
+        assert waits == 0
 
 
 def test_ranks_of_which_one_estimates_are_told():

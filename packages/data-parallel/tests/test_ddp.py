@@ -10,7 +10,8 @@ import torch.distributed as dist
 from communicators import CollectiveError
 from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, sparse_hook
 from data_parallel.integrations.attaching import hooked, left_to_optimizers
-from sparse_compress import WarmUp
+from data_parallel.settings import scheduled
+from sparse_compress import TopK, WarmUp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -236,6 +237,73 @@ def test_for_model_refuses_what_would_learn_badly_and_changes_nothing(inner, err
     assert [group.get("momentum") for group in made[0].param_groups] == [
         group.get("momentum") for group in inner(nn.Linear(2, 2).parameters()).param_groups
     ]
+
+
+def test_for_model_keeps_the_strength_of_weight_decay():
+    """Which is a gradient that momentum would have taken ten times."""
+    _, optimizer, _ = by_hook(lambda parameters: sgd(parameters, weight_decay=0.25, momentum=0.75))
+    assert optimizer.param_groups[0]["weight_decay"] == 1.0
+    _, optimizer, _ = by_hook(lambda parameters: sgd(parameters, weight_decay=0.25), algorithm="dense")
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_for_model_finds_the_momentum_that_another_for_model_has_moved():
+    ddp, optimizer, state = by_hook(lambda parameters: sgd(parameters, weight_decay=0.01))
+    decay, loaded = optimizer.param_groups[0]["weight_decay"], sgd(ddp.parameters(), weight_decay=0.01)
+    loaded.load_state_dict(optimizer.state_dict())
+    for again in (optimizer, loaded):
+        made = SparseHookState.for_model(DistributedDataParallel(ddp.module), again)
+        assert made._settings.momentum == state._settings.momentum == 0.9
+        assert again.param_groups[0]["weight_decay"] == decay
+
+
+def test_for_model_refuses_the_optimizer_of_another_model():
+    ddp, other = DistributedDataParallel(nn.Linear(2, 2)), sgd(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="none of the optimizer's parameters is the model's"):
+        SparseHookState.for_model(ddp, other)
+    assert other.param_groups[0]["momentum"] == 0.9
+
+
+def test_for_model_warms_up_to_what_a_compressor_sends():
+    _, _, state = by_hook(sgd, steps=50, compressor=TopK(0.2))
+    assert state._settings.density == WarmUp.recommended(0.2, 50)
+    assert scheduled(None, 50, SimpleNamespace()) is None
+
+
+def test_for_model_warms_powersgd_up_in_a_tenth_of_the_steps():
+    for steps, options, dense in ((50, {}, 5), (None, {}, 100), (50, {"dense_steps": 7, "rank": 1}, 7)):
+        _, _, state = by_hook(sgd, steps=steps, algorithm="powersgd", options=options)
+        assert state._settings.entry.dense_steps == dense
+
+
+def test_a_grad_scaler_that_is_not_enabled_is_none():
+    """A NaN went into all parameters: nobody skips the step."""
+    model, state = made(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    with pytest.raises(CollectiveError, match="not finite"):
+        backward(wrapped(model, state), 0, float("nan"))
+
+
+def test_residuals_that_were_loaded_count_before_the_first_step():
+    model, state = made()
+    backward(wrapped(model, state), 0)
+    other = SparseHookState(density=0.1, named_parameters=model.named_parameters())
+    other.load_state_dict(state.state_dict())
+    assert other.stats()["residual_norm"] == pytest.approx(state.stats()["residual_norm"])
+    assert state.stats()["residual_norm"] > 0
+
+
+def test_a_mean_that_is_all_zeros_does_not_end_a_step():
+    """Of parameters without a selected entry; each backward of a step counted as one."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 64), nn.Linear(64, 2))
+    state = SparseHookState(density=1e-4, named_parameters=model.named_parameters())
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, sparse_hook)
+    for step in range(4):
+        for part in range(2):
+            ddp(torch.randn(5, 8, generator=torch.Generator().manual_seed(2 * step + part))).square().sum().backward()
+        assert not model[0].weight.grad.any()
+        ddp.zero_grad(set_to_none=bool(step % 2))
+    assert state.stats()["steps"] == 4
 
 
 def test_for_model_is_for_a_module_in_ddp():

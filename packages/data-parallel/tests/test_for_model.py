@@ -14,7 +14,7 @@ from communicators import SimulatedWorld
 from data_parallel import UpdateOptimizer
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_compress import WarmUp
+from sparse_compress import TopK, WarmUp
 from torch import nn
 
 pytestmark = pytest.mark.quick
@@ -175,6 +175,77 @@ def test_the_recommended_settings_and_ones_own():
     assert repr(made(algorithm="spardl")).count("spardl") == 1
     with pytest.raises(TypeError):
         made(steps="many")
+
+
+def test_a_compressors_own_density_is_kept():
+    model = model_of()
+    optimizer = UpdateOptimizer.for_model(INNER["sgd"](model.parameters()), model, steps=50, compressor=TopK(0.2))
+    assert schedule(optimizer) == WarmUp.recommended(0.2, 50)
+
+
+def test_another_optimizer_of_the_same_model_takes_over():
+    """The first one's hooks, of which a scheduler keeps it alive, entered an ahead() that nobody left."""
+    model, losses = model_of(), []
+    first = UpdateOptimizer.for_model(INNER["sgd"](model.parameters()), model, density=lambda step: 0.05)
+    model(batch(0, 0)).square().mean().backward()
+    assert first.is_ahead
+    second = UpdateOptimizer.for_model(INNER["sgd"](model.parameters()), model, density=lambda step: 0.05)
+    assert not first.is_ahead
+    for step in range(3):
+        second.zero_grad()
+        model(batch(0, step)).square().mean().backward()
+        assert second.is_ahead
+        assert not first.is_ahead
+        second.step()
+        losses.append(bits(model.parameters()))
+    model.eval()
+    model(batch(0, 0))
+    assert torch.equal(bits(model.parameters()), losses[-1])
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_beta1_that_was_set_again_is_told_of(loads):
+    model = model_of()
+    inner, dense = (INNER["adamw"](model.parameters()) for _ in range(2))
+    optimizer = UpdateOptimizer.for_model(inner, model)
+    if loads:
+        inner.load_state_dict(dense.state_dict())
+    else:
+        torch.optim.lr_scheduler.OneCycleLR(inner, max_lr=0.1, total_steps=10)
+    model(batch(0, 0)).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"Adam's β₁ is 0.9.*where for_model had set 0.5"):
+        optimizer.step()
+    model(batch(0, 1)).square().mean().backward()
+    optimizer.step()
+
+
+def test_autocast_forgets_what_it_cast_ahead():
+    """Within one region an evaluation took the weights of ahead(), which are this rank's own."""
+    model = model_of()
+    optimizer = UpdateOptimizer.for_model(INNER["sgd"](model.parameters()), model, density=lambda step: 0.05)
+    for step in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(batch(0, step)).square().mean().backward()
+            with torch.no_grad():
+                within = model(batch(0, 9))
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            assert torch.equal(within, model(batch(0, 9)))
+        optimizer.step()
+
+
+def test_what_does_not_step_all_parameters_is_refused():
+    zero = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    model = model_of()
+    with pytest.raises(TypeError, match="takes steps of a share of the parameters"):
+        UpdateOptimizer.for_model(zero(model.parameters()), model)
+
+
+def test_a_sparse_gradient_is_named():
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = UpdateOptimizer.for_model(torch.optim.SGD(model.parameters()), model)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="the gradient of 'weight' has layout"):
+        optimizer.step()
 
 
 def schedule(optimizer):

@@ -116,7 +116,8 @@ def _selections(x: Tensor, y: Tensor, z: Tensor, k: int) -> Iterator[Case]:
     yield Case(SELECT, (n, k, 0), [x], [selected.indices, selected.values], k)
     kept = Accumulator(y.clone(), z.clone())
     sent = Largest(k).step(kept, x, 0.9, kept)
-    yield Case(STEP, (n, k, 0), [y, z, x], [sent.indices, sent.values, *kept.flat()], k)
+    if k < n:  # all that accumulated is no selection
+        yield Case(STEP, (n, k, 0), [y, z, x], [sent.indices, sent.values, *kept.flat()], k)
 
 
 def _vectors(a: SparseVector, b: SparseVector, k: int) -> Iterator[Case]:

@@ -229,6 +229,7 @@ class Exchange:
     def stats(self) -> Stats:
         """Costs and savings so far; see `communicators.Stats`."""
         residuals = [lane.residual for lane in self._lanes.values() if lane.residual is not None]
+        residuals += self.unclaimed["residuals"].values()
         squares = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals]
         density = getattr(self.settings.compressor, "density", None) if self.scheme.selects else 1.0
         found = {

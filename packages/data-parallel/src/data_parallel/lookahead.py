@@ -138,10 +138,12 @@ class ErrorLookahead:
                 for moved in in_batches(list(waiting)):
                     torch._foreach_add_(moved, [waiting[p].to(p.dtype) for p in moved], alpha=share)
             self.now = True
+            torch.clear_autocast_cache()  # of parameters that are elsewhere now
             try:
                 yield
             finally:
                 self.now = False
+                torch.clear_autocast_cache()
 
 
 class FollowedModule:
@@ -160,8 +162,15 @@ class FollowedModule:
             hooked.register_state_dict_pre_hook(before_state),
             hooked.register_load_state_dict_pre_hook(before_state),
         ]
-        for handle in handles:
-            weakref.finalize(self, handle.remove)
+        self._close = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+
+    @staticmethod
+    def unfollow(module: nn.Module) -> None:
+        """Leaves, and follows no more, what any other look-ahead of this module has entered."""
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, _Hook) and (other := hook.owner) is not None:
+                other.leave()
+                other._close()
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
         """Enters, or leaves where no gradients are to be made."""
@@ -190,12 +199,16 @@ class _Hook:
         # Not as a decorator: torch imports its compiler for that, a second for whoever only imports this package.
         self._uncompiled = torch.compiler.disable(self._now)  # type: ignore[no-untyped-call]
 
+    @property
+    def owner(self) -> FollowedModule | None:
+        """Owner, None once it is gone."""
+        return None if self._owner is None else self._owner()
+
     def __call__(self, *given: Any) -> None:
         self._uncompiled(*given)
 
     def _now(self, *given: Any) -> None:
-        owner = None if self._owner is None else self._owner()
-        if owner is not None and self._call is not None:
+        if (owner := self.owner) is not None and self._call is not None:
             self._call(owner, *given)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from replicas import STATE_KEY, Wrapping, check_loaded, load_into, wholly
 from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
 from data_parallel.exchange import Exchange
@@ -55,9 +55,12 @@ class ExchangingOptimizer(Wrapping):
     def __init__(
         self, optimizer: Optimizer, named: Named, comm: Any, settings: Settings, *, sends: str, overlap: bool = False
     ) -> None:
+        owner = type(self).__name__
+        if isinstance(optimizer, LBFGS):
+            raise TypeError(f"LBFGS asks for gradients several times in a step, for which {owner} takes one")
         super().__init__(optimizer, named, comm)
         self._sent = dict(reversed(self.trained.items()) if overlap else self.trained.items())
-        self._trained, owner = list(self._sent.values()), type(self).__name__
+        self._trained = list(self._sent.values())
         sent = list(self._sent), list(self.trained.values())
         self._exchange = Exchange(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
         self._accumulates = False
@@ -245,6 +248,13 @@ class ExchangingOptimizer(Wrapping):
         if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
             self._exchange.share(self.named, self.optimizer)
 
+    def _refuse_sparse(self, members: Iterable[int]) -> None:
+        for member in members:
+            gradient = self._trained[member].grad
+            if gradient is not None and gradient.layout != torch.strided:
+                name = list(self._sent)[member]
+                raise TypeError(f"the gradient of {name!r} has layout {gradient.layout}: embeddings need sparse=False")
+
     def _refuse_no_sync(self, what: str) -> None:
         if self._accumulates:
             raise RuntimeError(f"{what} inside no_sync(): leave it before the last backward of the step")
@@ -417,14 +427,10 @@ class DistributedOptimizer(ExchangingOptimizer):
         self._start_buckets(range(len(self._means.buckets)))
 
     def _start_buckets(self, positions: Sequence[int]) -> None:
-        """Starts buckets of gradients, zeros where backward has not reached. TypeError names a sparse one."""
+        """Starts buckets of gradients, zeros where backward has not reached."""
         members = [member for position in positions for member in self._means.buckets[position].members]
-        gradients = {member: self._trained[member].grad for member in members}
-        for member, gradient in gradients.items():
-            if gradient is not None and gradient.layout != torch.strided:
-                name = list(self._sent)[member]
-                raise TypeError(f"the gradient of {name!r} has layout {gradient.layout}: embeddings need sparse=False")
-        self._means.start(gradients, positions, clips=True)
+        self._refuse_sparse(members)
+        self._means.start({member: self._trained[member].grad for member in members}, positions, clips=True)
 
     def _refuse_mid_step(self, what: str) -> None:
         if self._synchronized or self._order.under_way:

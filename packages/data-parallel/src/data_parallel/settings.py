@@ -213,9 +213,18 @@ def fixed(owner: object, name: str) -> AttributeError:
     return AttributeError(f"{name} of {what} is fixed when that is made: set now it would do nothing")
 
 
-def scheduled(density: float | DensitySchedule, steps: int | None) -> DensitySchedule:
-    """Density with the recommended warm-up of a training of so many steps, USUAL_STEPS where that is not known."""
-    return density if callable(density) else WarmUp.recommended(density, USUAL_STEPS if steps is None else steps)
+def scheduled(
+    density: float | DensitySchedule | None, steps: int | None, compressor: Compressor | None
+) -> DensitySchedule | None:
+    """Density with the recommended warm-up of a training of so many steps, USUAL_STEPS where that is not known.
+
+    density: default that of a given compressor, if it has one.
+    """
+    if density is None:
+        density = DENSITY if compressor is None else getattr(compressor, "density", None)
+    if density is None or callable(density):
+        return density
+    return WarmUp.recommended(density, USUAL_STEPS if steps is None else steps)
 
 
 def _compressor(given: Any, density: Any) -> Compressor:

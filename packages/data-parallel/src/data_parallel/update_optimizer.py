@@ -17,7 +17,7 @@ import torch
 from replicas import STATE_KEY
 from sparse_compress import all_finite
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by, without_looks
 from data_parallel.backward_order import take_over
@@ -29,6 +29,12 @@ from data_parallel.rates import ByRates
 from data_parallel.settings import ExchangeSettings, Settings, check_count, scheduled
 
 ADAMS_BETA1, WAITING_BETA1 = 0.9, 0.5
+LEAST_CYCLED = 0.85  # of OneCycleLR
+AGAIN = (
+    "Adam's β₁ is {found:g}, where for_model had set {beta1:g}: training lags behind, because what waits acts like "
+    "momentum. A state that was loaded, OneCycleLR or CyclicLR has set it. Set the groups' betas again, give these "
+    "cycle_momentum=False, or give for_model beta1=None"
+)
 TINY = 256
 """Elements: biases and norms, not matrices."""
 
@@ -58,7 +64,8 @@ class UpdateOptimizer(ExchangingOptimizer):
 
     Args:
         optimizer: Built over the live parameters; this object shares its param_groups, state and defaults, so
-            learning-rate schedulers take either. It must need its closure only once, which LBFGS does not.
+            learning-rate schedulers take either. It must need its closure only once, which LBFGS does not, and step
+            all parameters on every rank, which a ZeroRedundancyOptimizer does not.
         named_parameters: Those of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
             Freezing, unfreezing or adding some later is an error of the next step: make a new UpdateOptimizer.
             ValueError if none is left.
@@ -90,8 +97,11 @@ class UpdateOptimizer(ExchangingOptimizer):
     ) -> None:
         checked = Settings.of(UpdateOptimizer, settings, nonfinite=nonfinite)
         nbytes = check_count("bucket_bytes", bucket_bytes, "bytes")
-        if isinstance(optimizer, LBFGS):
-            raise TypeError("LBFGS asks for gradients several times in a step, for which an UpdateOptimizer takes one")
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+            raise TypeError(
+                "a ZeroRedundancyOptimizer takes steps of a share of the parameters on each rank, but updates are sent "
+                "of all: wrap the optimizer that it has, or exchange gradients by a DistributedOptimizer around it"
+            )
         if checked.momentum:
             raise ValueError(f"momentum={checked.momentum} belongs into the wrapped optimizer, whose updates are sent")
         if not checked.may_select:
@@ -101,6 +111,7 @@ class UpdateOptimizer(ExchangingOptimizer):
             warnings.warn(said, stacklevel=2)
         self._step_correction = AdamStepCorrection(optimizer, self.comm)
         self._followed: FollowedModule | None = None
+        self._beta1: float | None = None  # where for_model has set it, until it was found to be another
         self._lookahead = ErrorLookahead(self._sent, self._exchange, lambda: ahead_by(optimizer, self.comm.size))
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
@@ -115,7 +126,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         model: nn.Module,
         *,
         steps: int | None = None,
-        density: float | Callable[[int], float] = 0.01,
+        density: float | Callable[[int], float] | None = None,
         beta1: float | None = WAITING_BETA1,
         **settings: Any,
     ) -> Self:
@@ -134,7 +145,8 @@ class UpdateOptimizer(ExchangingOptimizer):
             model: Module whose parameters the optimizer has, not in DDP.
             steps: Steps of the whole training, of which the warm-up is a share: see `WarmUp.recommended`; default
                 1,000, that is 100 dense steps at 1 %.
-            density: Share that is sent after the warm-up, or a schedule in place of it.
+            density: Share that is sent after the warm-up, or a schedule in place of it; default that of a `compressor`,
+                or 0.01.
             beta1: Replaces Adam's first moment where that is 0.9, its default, because waiting in residuals acts like
                 momentum; None leaves it.
             **settings: Other arguments of the class; dense_below is 256 here.
@@ -142,12 +154,14 @@ class UpdateOptimizer(ExchangingOptimizer):
         Returns:
             The wrapped optimizer.
         """
-        for group in optimizer.param_groups if beta1 is not None else ():
-            if group.get("betas", (0.0,))[0] == ADAMS_BETA1:
-                group["betas"] = (beta1, *group["betas"][1:])
-        given: dict[str, Any] = {"density": scheduled(density, steps), "dense_below": TINY, **settings}
+        usual = [group for group in optimizer.param_groups if group.get("betas", (0.0,))[0] == ADAMS_BETA1]
+        for group in usual if beta1 is not None else ():
+            group["betas"] = (beta1, *group["betas"][1:])
+        FollowedModule.unfollow(model)
+        density = scheduled(density, steps, settings.get("compressor"))
+        given: dict[str, Any] = {"density": density, "dense_below": TINY, **settings}
         made = cls(optimizer, model.named_parameters(), **given)
-        made._followed = FollowedModule(model, made._lookahead)
+        made._followed, made._beta1 = FollowedModule(model, made._lookahead), beta1 if usual else None
         return made
 
     @property
@@ -204,6 +218,8 @@ class UpdateOptimizer(ExchangingOptimizer):
 
     def _take_step(self) -> None:
         self._begin_step()
+        self._tell_of_beta1()
+        self._refuse_sparse(range(len(self._trained)))
         self._cut_by_rates()
         where = self._lookahead.for_step(self._exchange.settings.last_density)
         self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
@@ -242,6 +258,12 @@ class UpdateOptimizer(ExchangingOptimizer):
                 gradient.copy_(before)
 
         return take_back
+
+    def _tell_of_beta1(self) -> None:
+        found = [group["betas"][0] for group in self.optimizer.param_groups if "betas" in group]
+        if self._beta1 is not None and max(found, default=0.0) >= LEAST_CYCLED:
+            warnings.warn(AGAIN.format(found=max(found), beta1=self._beta1), stacklevel=4)
+            self._beta1 = None
 
     def _refuse_mid_step(self, what: str) -> None:
         if self._followed is not None:

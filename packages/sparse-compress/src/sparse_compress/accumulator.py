@@ -58,8 +58,13 @@ class Accumulator:
         torch.add(self.residual, step, out=out.residual)
 
     def take_out(self, sent: SparseVector) -> None:
-        """v ← v − s, and u ← 0 where entries were sent (DGC's factor masking); what is not finite leaves nothing."""
+        """v ← v − s, and u ← 0 where entries were sent (DGC's factor masking); what is not finite leaves nothing.
+
+        Where all of them were sent u stays, because nothing waits: momentum is plain then.
+        """
         residual, *velocity = self.flat()
+        if len(sent) == sent.numel:
+            velocity = []
         if library := kernels(residual):
             library.sc_take_out(residual.data_ptr(), velocity[0].data_ptr() if velocity else None, *sent.run)
             return

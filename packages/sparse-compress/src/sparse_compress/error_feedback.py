@@ -34,6 +34,7 @@ class ErrorFeedback:
 
         u ← m·u + g;  v ← v + u;  send s = C(v);  u, v ← 0 where sent
 
+    A step that sends all elements leaves u, and is momentum as without compression, because nothing waits to be masked.
     What a collective drops comes back by ``restore``, so that nothing is lost: sent + residual = accumulated, also of a
     compressor that sends values of its own, such as signs with a scale.
 

@@ -160,9 +160,10 @@ class Selection:
         library, n = kernels(gradient, KINDS), gradient.numel()
         blocks, key = plan = self.plan(n)
         most = sum([k for _, k in blocks])
-        if library and most and (most < n or key != ANY):
+        fuses = 0 < most < n  # all that accumulated is no selection, and leaves the velocity
+        if fuses and library:
             return _native_step(before, gradient, momentum, out, plan, most, library)
-        if most and key == ANY and _triton_takes(gradient):
+        if fuses and key == ANY and _triton_takes(gradient):
             return _triton_step(before, gradient, momentum, out, blocks)
         before.advance(gradient, momentum, out)
         sent = self(out.residual.view(-1))

@@ -59,10 +59,10 @@ class Buckets:
 class Accumulated:
     """Watches p.grad by hooks on the parameters, which run before autograd adds to it.
 
-    After an exchange p.grad holds a mean. The next backward of p looks once: nothing there, or zeros, is a new step;
-    else a copy is p's base until the next exchange, also through backwards in no_sync() in between. A parameter that
-    is not used has no backward: all that its bucket brings is what it held.
-    A step of one backward costs a look at `p.grad is None`.
+    After an exchange p.grad holds a mean. The next backward of p looks once: nothing there, or zeros, is a new step, if
+    no other parameter holds one in this backward (of a selection a mean may be all zeros); else a copy is p's base
+    until the next exchange, also through backwards in no_sync() in between. A parameter that is not used has no
+    backward: all that its bucket brings is what it held. A step of one backward costs a look at `p.grad is None`.
     """
 
     def __init__(self) -> None:
@@ -71,6 +71,7 @@ class Accumulated:
         self.bases: dict[int, Tensor] = {}
         self._doubtful: set[int] = set()  # bases from before a zero_grad() that was seen at another parameter
         self._seen = False  # whether any hook ran since the last whole exchange
+        self._backward, self._added = -1, set[int]()  # the one that ran last, and its bases, which are beyond doubt
 
     def goes_on(self) -> bool:
         """Whether this backward adds to an exchanged mean, so that it belongs to the same step."""
@@ -118,14 +119,18 @@ class Accumulated:
         self._seen = True
         if member not in self._holding and member not in self.bases:
             return
+        if (backward := torch._C._current_graph_task_id()) != self._backward:
+            self._backward, self._added = backward, set()
         old = self._parameters[member].grad
         if old is None or ((old.is_cpu or member in self.bases) and not bool(old.any())):
             self._holding.discard(member)
             self.bases.pop(member, None)
-            self._doubtful.update(self.bases)
-        elif member in self._holding:
-            self._holding.discard(member)
-            self.bases[member] = old.detach().clone()
+            self._doubtful.update(self.bases.keys() - self._added)
+        else:
+            self._added.add(member)
+            if member in self._holding:
+                self._holding.discard(member)
+                self.bases[member] = old.detach().clone()
         self._doubtful.discard(member)
 
 

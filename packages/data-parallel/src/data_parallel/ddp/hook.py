@@ -27,7 +27,8 @@ from data_parallel.ddp.buckets import Accumulated, Buckets
 from data_parallel.ddp.saved_layout import SavedBucketLayout
 from data_parallel.exchange import Exchange, Mean
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
-from data_parallel.settings import DENSITY, ExchangeSettings, Settings, fixed, refuse_elastic, scheduled
+from data_parallel.schemes.powersgd import PowerSGD
+from data_parallel.settings import ExchangeSettings, Settings, fixed, refuse_elastic, scheduled
 from data_parallel.state_dict import RESHARD
 from data_parallel.watching import at_the_end
 
@@ -78,9 +79,9 @@ class SparseHookState:
             Every rank makes the state, and first uses it, at the same point.
         grad_scaler: The GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
             skips leaves them as they were, bit for bit, at the cost of twice their memory; use one optimizer for all
-            parameters, because the scaler skips by optimizer. Without a scaler, a non-finite gradient is an error on
-            every rank that names rank and parameter: a CollectiveError out of backward(), like every failure of an
-            exchange.
+            parameters, because the scaler skips by optimizer. Without a scaler, or with one that is not enabled, a
+            non-finite gradient is an error on every rank that names rank and parameter: a CollectiveError out of
+            backward(), like every failure of an exchange.
         named_parameters: All parameters of the module, so that errors and checkpoints name them; without this they are
             numbered in the order in which DDP first brings them, a new state cannot be a template for
             torch.distributed.checkpoint, and nothing is said where the hook is never registered. `clip_norm` and
@@ -122,6 +123,8 @@ class SparseHookState:
     ) -> None:
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
+        if grad_scaler is not None and not grad_scaler.is_enabled():
+            grad_scaler = None  # it skips no step
         why = "DDP cannot change its group: train without DDP, with a DistributedOptimizer, or wrap anew"
         refuse_elastic("SparseHookState", process_group, why)
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
@@ -150,14 +153,17 @@ class SparseHookState:
             ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             state = SparseHookState.for_model(ddp, optimizer, steps=10_000)
 
-        Where the algorithm selects, the momentum of the SGD moves to the state, so that it comes before the selection.
+        Where the algorithm selects, the momentum of the SGD moves to the state, so that it comes before the selection,
+        and its weight decay, which stays, is divided by 1 − momentum: it is as strong as with momentum after it.
 
         Args:
             ddp: Module without a hook.
-            optimizer: Over its parameters.
+            optimizer: Over its parameters. Where its groups have no momentum, as after another `for_model` or with a
+                state that was saved after one, it is what the SGD was made with.
             steps: Steps of the whole training, of which the warm-up is a share: see `WarmUp.recommended`; default
-                1,000, that is 100 dense steps at 1 %.
-            density: Share that is sent after the warm-up, default 0.01, or a schedule in place of it.
+                1,000, that is 100 dense steps at 1 %. With "powersgd" a tenth of them are dense.
+            density: Share that is sent after the warm-up, or a schedule in place of it; default that of a `compressor`,
+                or 0.01.
             **settings: Other arguments of the class.
 
         Returns:
@@ -165,22 +171,29 @@ class SparseHookState:
 
         Raises:
             TypeError: The module is not in DDP.
-            ValueError: The algorithm selects, and the optimizer is no SGD, has Nesterov's momentum or dampening, or
-                groups with different momenta.
+            ValueError: The optimizer is of another model; or the algorithm selects, and the optimizer is no SGD, has
+                Nesterov's momentum or dampening, or groups with different momenta.
         """
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel, which has the hook")
+        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if theirs.isdisjoint(map(id, ddp.module.parameters())):
+            raise ValueError("none of the optimizer's parameters is the model's: give the optimizer of this model")
         exchange = {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__}
-        if selects := Settings.of(cls, exchange).may_select:
-            density = scheduled(DENSITY if density is None else density, steps)
+        checked = Settings.of(cls, exchange)
+        if checked.may_select:
+            density = scheduled(density, steps, settings.get("compressor"))
             settings = {"momentum": _momentum_of(optimizer), **settings}
+        elif steps is not None and checked.algorithm == PowerSGD.name:
+            settings["options"] = {"dense_steps": steps // 10, **(checked.options or {})}
         if density is not None:
             settings["density"] = density
         elsewhere = None if ddp.process_group is default_group() else ddp.process_group
         named = ddp.module.named_parameters()
         made = cls(**{"process_group": elsewhere, "named_parameters": named, **settings})
         ddp.register_comm_hook(made, sparse_hook)
-        for group in optimizer.param_groups if selects else ():
+        for group in optimizer.param_groups if checked.may_select else ():
+            group["weight_decay"] /= 1 - group["momentum"]
             group["momentum"] = 0.0
         return made
 
@@ -476,7 +489,7 @@ def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Fut
 
 
 def _momentum_of(optimizer: Optimizer) -> float:
-    """Momentum of an SGD, for the state in its place."""
+    """Momentum of an SGD, for the state in its place; that of its constructor where it has been moved."""
     if type(optimizer) is not SGD:
         raise ValueError(
             f"the optimizer is {type(optimizer).__name__}, which learns badly from few gradients. {INSTEAD}"
@@ -490,7 +503,7 @@ def _momentum_of(optimizer: Optimizer) -> float:
     momenta = {float(group["momentum"]) for group in groups}
     if len(momenta) > 1:
         raise ValueError(f"groups have the momenta {sorted(momenta)}, but the state has one: give all groups the same")
-    return momenta.pop()
+    return momenta.pop() or float(optimizer.defaults["momentum"])
 
 
 def _raise_first(errors: list[Exception]) -> None:
