@@ -43,8 +43,9 @@ class ExchangeSettings(TypedDict, total=False):
         wire: Encoding of the values, default "fp32"; for selections also fewer bytes, see `WIRES`, with rounding errors
             kept in the residual; for "dense" also "bf16" or "fp16", with rounding errors lost.
         momentum: Momentum of DGC's correction, before the selection (see `ErrorFeedback`), default 0. The optimizer's
-            own comes after the exchange and learns badly at small densities: give it here and leave that at 0. An
-            `UpdateOptimizer` leaves momentum to the wrapped optimizer, and refuses it here.
+            own comes after the exchange and learns badly at small densities: give it here and leave that at 0. The
+            optimizer's weight decay does not pass through it: divided by 1 − momentum it is as strong as in dense
+            training. An `UpdateOptimizer` leaves momentum to the wrapped optimizer, and refuses it here.
         clip_norm: Limits the norm of this rank's own gradient (with HSDP: of the node's), over the whole model, to
             clip_norm · √P before the selection, which keeps the mean's at about clip_norm (DGC's local clipping, see
             `clip_limit`). Where buckets are sent during backward, as by DDP's hook, HSDP and `overlap`, each is clipped
