@@ -9,6 +9,7 @@ are the input exactly. Of 8 and 4 bits it is the least that clips nothing. In 2 
 scale is then the one with the least squared error, and what it clips off large elements waits for the next sum.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ SCALES = {8: 1, 4: 1, 2: 6}
 """Number of scales to choose from, by bits: the least that clips nothing, and its halves."""
 
 PIECE = 64
-"""Number of blocks that a CPU packs at a time, so that they stay in its cache: three times as fast as all at once."""
+"""Number of blocks that a CPU takes at a time, so that they stay in its cache: three times as fast as all at once."""
 
 
 class Rounded(NamedTuple):
@@ -57,12 +58,12 @@ def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Sc
     if size == 1:
         return Rounded(x.clone(), torch.zeros_like(x))
     spans = quantised_spans(x.numel(), size)
-    dropped = torch.zeros_like(x)
+    dropped = torch.empty_like(x)
     gives: dict[int, Tensor] = {}
     for peer in [(rank + distance) % size for distance in range(1, size)]:  # not all send to the same one first
         span = slice(*spans[peer])
         gives[peer] = packed(x[span], bits)
-        dropped[span] = x[span] - unpacked(gives[peer], len(x[span]), bits)
+        torch.sub(x[span], unpacked(gives[peer], len(x[span]), bits), out=dropped[span])
     own = slice(*spans[rank])
     sends = {peer: Payload.of(given) for peer, given in gives.items()}
     received = yield Round(sends, dict.fromkeys(sends, quantised_nbytes(len(x[own]), bits)))
@@ -71,12 +72,14 @@ def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Sc
         total += unpacked(received[peer].view(torch.int8), len(total), bits)
     of_sums = max(bits, 4)
     coded = packed(total, of_sums)
-    dropped[own] = total - unpacked(coded, len(total), of_sums)
+    torch.sub(total, unpacked(coded, len(total), of_sums), out=dropped[own])
     lengths = [high - low for low, high in spans]
     nbytes = [quantised_nbytes(n, of_sums) for n in lengths]
     gathered = yield from allgather_blocks(coded.view(torch.uint8), nbytes, rank, size)
-    sums = [unpacked(block.view(torch.int8), n, of_sums) for block, n in zip(gathered, lengths, strict=True)]
-    return Rounded(torch.cat(sums), dropped)
+    sums = x.new_empty(-(-x.numel() // BLOCK) * BLOCK)
+    for block, (low, high) in zip(gathered, spans, strict=True):
+        unpacked(block.view(torch.int8), high - low, of_sums, out=sums[low:])
+    return Rounded(sums[: x.numel()], dropped)
 
 
 def quantised_spans(numel: int, size: int) -> list[tuple[int, int]]:
@@ -98,10 +101,12 @@ def packed(x: Tensor, bits: int = 8) -> Tensor:
     Each element becomes the nearest multiple of 2^e within 2^(bits − 1) − 1 steps; of `SCALES` the one that leaves the
     least Σ (x − Q(x))². `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN.
     """
-    blocks = _in_blocks(x)
-    pieces = torch.split(blocks, PIECE) if blocks.device.type == "cpu" else [blocks]
-    steps, exponents = zip(*(_rounded(piece, bits) for piece in pieces), strict=True)
+    steps, exponents = zip(*(_rounded(piece, bits) for piece in _pieces(_in_blocks(x))), strict=True)
     return torch.cat([_joined(torch.cat(steps).view(-1)[: x.numel()], bits), *exponents])
+
+
+def _pieces(blocks: Tensor) -> Sequence[Tensor]:
+    return torch.split(blocks, PIECE) if blocks.device.type == "cpu" else [blocks]
 
 
 def _rounded(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -119,12 +124,16 @@ def _rounded(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return steps.to(torch.int8), exponents.to(torch.int8)
 
 
-def unpacked(bytes_: Tensor, numel: int, bits: int = 8) -> Tensor:
-    """The float32 elements that `packed` gave, rounded."""
+def unpacked(bytes_: Tensor, numel: int, bits: int = 8, out: Tensor | None = None) -> Tensor:
+    """The float32 elements that `packed` gave, rounded. out: memory for whole blocks of them, at least."""
     nbytes = _steps_nbytes(numel, bits)
     coded, exponents = bytes_.split_with_sizes([nbytes, bytes_.numel() - nbytes])
     power = torch.where(exponents == NOT_FINITE, torch.nan, _power(exponents.int().clamp(LEAST, _most_exponent(bits))))
-    return (_in_blocks(_steps(coded, numel, bits).float()) * power[:, None]).view(-1)[:numel].clone()
+    steps = _in_blocks(_steps(coded, numel, bits))
+    found = torch.empty(steps.shape, device=steps.device) if out is None else out[: steps.numel()].view(steps.shape)
+    for parts in zip(*map(_pieces, (steps, power[:, None], found)), strict=True):
+        torch.mul(parts[0], parts[1], out=parts[2])
+    return found.view(-1)[:numel]
 
 
 def quantised_nbytes(numel: int, bits: int = 8) -> int:
@@ -171,7 +180,7 @@ def _steps(coded: Tensor, numel: int, bits: int) -> Tensor:
 def _in_blocks(x: Tensor) -> Tensor:
     """Blocks of shape (blocks, BLOCK), the last one filled up with zeros."""
     missing = -x.numel() % BLOCK
-    return torch.cat([x, x.new_zeros(missing)]).view(-1, BLOCK)
+    return (torch.cat([x, x.new_zeros(missing)]) if missing else x).view(-1, BLOCK)
 
 
 def _power(exponent: Tensor) -> Tensor:
