@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -44,10 +44,13 @@ def named(link: Launcher, mbit: float, milliseconds: float) -> str:
     )
 
 
-def found_by(link: Launcher, part: Callable[..., None], *arguments: Any, mpi: bool, timeout: float = 1200) -> list[Any]:
+def found_by(
+    link: Launcher, part: Callable[..., None], *arguments: Any, mpi: bool, timeout: float = 1200, first: bool = False
+) -> list[Any]:
     """What ranks on an entered link told, in order: each calls `part`, under mpiexec or inside `process_group`.
 
-    arguments: of what JSON has.
+    arguments: of what JSON has. first: ranks come before other programs of this machine, where that is allowed, so that
+    none holds one of them up while the others wait for it. Not for ranks that poll, as MPI's do.
 
     Raises:
         SystemExit: A rank failed; it has said why.
@@ -56,7 +59,8 @@ def found_by(link: Launcher, part: Callable[..., None], *arguments: Any, mpi: bo
         path = Path(folder) / "found"
         path.touch()
         name = f"{part.__module__}:{part.__qualname__}"
-        words = [sys.executable, "-W", "ignore", "-m", "bench.real_ranks", "mpi" if mpi else "gloo", name]
+        by = "mpi" if mpi else "gloo, first" if first else "gloo"
+        words = [sys.executable, "-W", "ignore", "-m", "bench.real_ranks", by, name]
         command = ["env", f"{FOUND}={path}", *words, json.dumps(arguments)]
         limits = {"timeout": timeout, "capture": False}
         done: Sequence[subprocess.CompletedProcess[str]]
@@ -93,5 +97,8 @@ def tell(found: Any) -> None:
 
 if __name__ == "__main__":
     by, name, arguments = sys.argv[1:]
+    if by.endswith("first"):
+        with suppress(PermissionError):  # threads that are started later have the same policy
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     with nullcontext() if by == "mpi" else process_group():
         resolve_name(name)(*json.loads(arguments))

@@ -122,7 +122,7 @@ def whole(cell: Cell, run: Run) -> list[float]:
 
 def _on_ranks(cell: Cell, part: Callable[..., None], *arguments: Any) -> list[Any]:
     with open_link(ranks=cell.ranks, mbit_per_second=cell.mbit, milliseconds=cell.ms) as link:
-        return found_by(link, part, *arguments, mpi=False, timeout=LIMIT)
+        return found_by(link, part, *arguments, mpi=False, timeout=LIMIT, first=True)
 
 
 def on_rank(asked: Sequence[Any], cases: Iterable[Sequence[Any]]) -> None:
