@@ -192,6 +192,11 @@ def test_the_hook_takes_it():
             TypeError,
             "Mine has an __init__ of its own.*frozen",
         ),
+        (
+            {"algorithm": named("mine", __annotations__={"q": int}, q=2)},
+            TypeError,
+            "Mine declares q as no field.*frozen",
+        ),
         ({"algorithm": ROUNDED, "options": {"k": 1}}, ValueError, "rounded has no option k; it takes: per_unit"),
         ({"algorithm": ROUNDED, "options": {"per_unit": 0.5}}, TypeError, "per_unit is 0.5"),
         ({"algorithm": ROUNDED, "options": {"per_unit": 0}}, ValueError, "expected 1 or more"),

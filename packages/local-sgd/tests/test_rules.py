@@ -105,6 +105,20 @@ class Twice(Rule):
     momenta = ("a",)
 
 
+@dataclass
+class Misspelt(Halfway):
+    own = ("ancor",)
+
+
+class Made(Halfway):
+    def __init__(self, share=0.5):
+        self.share = share
+
+
+class Bare(Halfway):
+    share: float = 0.5
+
+
 @pytest.mark.parametrize(
     ("rule", "error", "says"),
     [
@@ -114,6 +128,9 @@ class Twice(Rule):
         (NoAnchor(), TypeError, "NoAnchor has no anchors, .* first one is the model: .* mean_is_model = True"),
         (Word(), TypeError, r"Word has anchors = 'anchor', expected tuples of names"),
         (Twice(), TypeError, r"Twice has one name twice .*\('a',\)"),
+        (Misspelt(), TypeError, r"Misspelt has own = \('ancor',\), expected some of its anchors"),
+        (Made(), TypeError, "Made has an __init__ of its own.*: put @dataclass above it"),
+        (Bare(), TypeError, "Bare declares share as no field.*: put @dataclass above it"),
     ],
 )
 def test_what_is_no_rule(rule, error, says):

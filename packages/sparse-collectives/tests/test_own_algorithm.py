@@ -191,6 +191,18 @@ class Unsent(Algorithm):
         (called(""), "fp32", ValueError, "is '', expected text"),
         (called(3), "fp32", ValueError, "is 3, expected text"),
         (called("whole", selects=False), "fp32", ValueError, "selects=False"),
+        (
+            called("made", __init__=lambda self: None),
+            "fp32",
+            TypeError,
+            "Called has an __init__ of its own.*frozen=True",
+        ),
+        (
+            called("bare", __annotations__={"q": int}, q=2),
+            "fp32",
+            TypeError,
+            "Called declares q as no field.*frozen=True",
+        ),
         (COUNTING, "bf16", ValueError, "counting sends values as they are"),
         (Counting, "fp32", TypeError, "the class Counting, expected one of it"),
         (Counting.schedule, "fp32", TypeError, "or an Algorithm of your own"),

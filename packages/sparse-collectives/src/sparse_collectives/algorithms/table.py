@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from communicators.settings import check_settings
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.dense_sum import Dense
@@ -78,7 +79,8 @@ def _own(algorithm: str | Algorithm) -> Algorithm:
 
 
 def _check_own(own: Algorithm) -> None:
-    """Raises ValueError for an Algorithm that has no name of its own, or that sends something of every element."""
+    """Raises TypeError for settings that are no fields, ValueError for no name of its own or for selecting nothing."""
+    check_settings(type(own), Algorithm)
     kind, name = type(own).__name__, own.name
     if not isinstance(name, str) or not name or name in ALGORITHMS or name == AUTO:
         taken = ", which is another's" if name in (*ALGORITHMS, AUTO) else ""
