@@ -54,7 +54,7 @@ def check_rule_laws(make: Callable[..., PeriodicAveraging], *, ranks: int = 3) -
 
 
 def _train(comm: Communicator, make: Callable[..., PeriodicAveraging], at: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameter at the beginning, shown and at the end with shared state; own state. New ones go on after `at` steps."""
+    """Parameter at the beginning, shown and at the end, shared state; own state. After `at` steps new ones go on."""
     model, optimizer = _made(comm, make)
     begin = model.weight.detach().clone()
     for step in range(STEPS):
