@@ -282,7 +282,7 @@ def test_fewer_examples_leave_out_no_size_wire_or_shape(most):
         (TooFew(), "rounds|bytes"),
         (More(), "rounds|bytes"),
         (Other(), "reference"),
-        (Deaf(), "wires: .* bytes on .*use self.wire"),
+        (Deaf(), "wires: .* bytes on .*must use self.wire"),
         (called("scalar", initial_state=lambda self: {"calls": np.int64(0)}), r"weights_only=True\) refuses .*int64"),
         (selecting(lambda x: SparseVector.empty(len(x))), "select returned .*entries=0"),
         (selecting(lambda x: topk(x, len(x))), "select returned .* of 1 to k"),

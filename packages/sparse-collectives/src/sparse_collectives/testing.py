@@ -240,7 +240,7 @@ def _check_bytes(entry: Algorithm, size: int) -> None:
         with _naming(entry, size, numel, k):
             fewer = wire == "fp32" or sent[wire] < sent["fp32"]
             assert fewer, (
-                f"wires: {sent[wire]} bytes on {wire}, {sent['fp32']} on fp32: schedule and sent use self.wire"
+                f"wires: {sent[wire]} bytes on {wire}, {sent['fp32']} on fp32: schedule and sent must use self.wire"
             )
 
 
