@@ -183,7 +183,7 @@ class Transport(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no allreduce of its own")
 
     def unreachable(self) -> list[int]:
-        """Peers whose connection is known to be gone."""
+        """Peers whose connection is known to be gone; the end of the process waits for the departure of all others."""
         return []
 
     def lost(self) -> PeerLost | None:
