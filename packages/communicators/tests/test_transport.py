@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import threading
 import time
 import weakref
@@ -26,10 +27,10 @@ from communicators.background import control, sends, transport_communicator
 from communicators.background import engine as engine_module
 from communicators.background.engine import LISTEN_SECONDS, Driven, Engine, engine, leave
 from communicators.background.transport import PeerLost, PendingSum, Transport
-from communicators.background.transport_communicator import drive
+from communicators.background.transport_communicator import TransportCommunicator, drive
 from communicators.timeline import named_messages
 from communicators.worlds.gloo_group import GlooGroup, Wait, Waiters
-from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
+from ranks_on_threads import Network, Threads, ThreadsSignalLine, Waiting, on_all, ranks, soon
 
 pytestmark = pytest.mark.quick
 
@@ -322,6 +323,65 @@ def test_a_transport_of_ones_own_is_told_what_it_lacks(monkeypatch):
     assert "corrupted agreement" in str(on_all(ranks(2), lambda comm: run(ping(comm), comm))[0])
     monkeypatch.setattr(Threads, "post", lambda *_: None)
     assert "Threads.post() returned None, expected a Pending" in str(on_all(ranks(2), lambda c: run(ping(c), c))[0])
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "given", "says"),
+    [
+        (Waiting, "done", None, r"Waiting.done\(\) returned None, expected True or False"),
+        (Waiting, "received", None, r"Waiting.received\(\) returned None, expected a dict"),
+        (Threads, "read_control", None, r"Threads.read_control\(\) returned None, expected a list"),
+        (Threads, "read_control", ["text"], r"Threads.read_control\(\) returned \['text'\], expected a list"),
+        (Threads, "duplicate", None, r"Threads.duplicate\(\) returned None, expected another Transport"),
+        (Threads, "signal_line", None, r"Threads.signal_line\(\) returned None, expected a SignalLine"),
+        (ThreadsSignalLine, "sent", None, r"ThreadsSignalLine.sent\(\) returned None, expected True"),
+    ],
+)
+def test_what_a_method_of_ones_own_must_not_return(where, method, given, says, monkeypatch):
+    def calls(comm):
+        comm.timeout = 5
+        run(ping(comm), comm)
+        comm.control.listen()
+        if comm.failure is None:
+            signals = comm.signals()
+            signals.send_all(1)
+            signals.close()
+            signals.check()
+        return comm.failure
+
+    monkeypatch.setattr(where, method, lambda *_: given)
+    assert re.search(says, str(on_all(ranks(2), calls)[0]))
+
+
+def test_a_list_of_missing_peers_that_is_none_is_told(monkeypatch):
+    monkeypatch.setattr(Waiting, "missing", lambda self: None)
+    monkeypatch.setattr(Waiting, "done", lambda self: False)
+    with pytest.raises(TypeError, match=r"Waiting.missing\(\) returned None, expected a list"):
+        run(ping(comm := ranks(2)[0]), comm)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error"),
+    [("rank", "0", TypeError), ("rank", 2, ValueError), ("device", "cpu", TypeError), ("threaded", None, TypeError)],
+)
+def test_a_transport_that_does_not_say_what_it_is(name, given, error):
+    transport = Threads(Network(2), 0)
+    setattr(transport, name, given)
+    with pytest.raises(error, match=rf"Threads.* {name}|Threads.{name} is"):
+        TransportCommunicator(transport)
+    with pytest.raises(TypeError, match="transport is None, expected a Transport"):
+        TransportCommunicator(None)
+
+
+def test_who_waits_long_for_others_departure_says_for_whom(monkeypatch, caplog):
+    monkeypatch.setattr(control, "SAID_SECONDS", 0.01)
+    comm = ranks(3)[1]
+    comm.timeout = 0.1
+    with pytest.raises(TimeoutError):
+        comm.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 has departed (it closed the communicator), and waits for rank 0, 2 to"
+    ]
 
 
 def changed(payload):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from communicators import Alone, CollectiveError, SimulatedWorld, schedules
@@ -101,24 +102,47 @@ def parting(self, accumulated, rank, size):
     return DenseReduction(reduction.total + rank, reduction.dropped)
 
 
+def finely(self, accumulated, rank, size):
+    reduction = yield from Rounded(per_unit=256).schedule(accumulated, rank, size)
+    return DenseReduction(reduction.total, torch.zeros_like(accumulated))
+
+
+def stateful(self, accumulated, rank, size, state):
+    return (yield from ROUNDED.schedule(accumulated, rank, size))
+
+
+def keeping(state):
+    """Methods of a compressor whose state this makes."""
+    return {"schedule": stateful, "initial_state": lambda self, numel: state()}
+
+
 def forgetful(self, accumulated, rank, size):
     vars(self).setdefault("steps", 0)
     return (yield from Alternating().schedule(accumulated, rank, size, vars(self)))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "says"),
+    ("methods", "says"),
     [
-        (hiding, "an inf of rank 0 does not show"),
-        (losing, "conservation: .* of 1"),
-        (parting, "agreement: .* on rank 1 of 2"),
-        (forgetful, "a resumed run has other bits on rank 0 of 1"),
+        ({"schedule": hiding}, "an inf of rank 0 does not show"),
+        ({"schedule": losing}, "conservation: .* of 1"),
+        ({"schedule": finely}, "conservation: .* of 1"),
+        ({"schedule": parting}, "agreement: .* on rank 1 of 2"),
+        ({"schedule": forgetful}, "a resumed run has other bits on rank 0 of 1"),
+        (keeping(lambda: {"n": np.float64(1)}), r"bucket .*weights_only=True\) refuses the state .*float64"),
+        (keeping(lambda: [3]), r"the state is \[3\], expected a dict"),
+        (keeping(lambda shared={}: shared), "returns the same {} twice"),
     ],
 )
-def test_laws_that_do_not_hold(schedule, says):
-    own = named("mine", schedule=schedule)
+def test_laws_that_do_not_hold(methods, says):
+    own = named("mine", **methods)
     with pytest.raises(AssertionError, match=says):
         check_dense_laws(lambda: own)
+
+
+def test_laws_of_a_compressor_in_place_of_what_makes_it():
+    with pytest.raises(TypeError, match=r"make is Rounded\(per_unit=1\), expected a function"):
+        check_dense_laws(ROUNDED)
 
 
 def returning(**parts):
@@ -191,6 +215,11 @@ def test_the_hook_takes_it():
             {"algorithm": named("mine", __init__=lambda self: None)},
             TypeError,
             "Mine has an __init__ of its own.*frozen",
+        ),
+        (
+            {"algorithm": named("mine", __annotations__={"q": int}, q=2)},
+            TypeError,
+            "Mine declares q as no field.*frozen",
         ),
         ({"algorithm": ROUNDED, "options": {"k": 1}}, ValueError, "rounded has no option k; it takes: per_unit"),
         ({"algorithm": ROUNDED, "options": {"per_unit": 0.5}}, TypeError, "per_unit is 0.5"),

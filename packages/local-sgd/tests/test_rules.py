@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from local_sgd import BMUF, EASGD, DiLoCo, LocalSGD, PeriodicAveraging, Rule, StreamingDiLoCo
@@ -57,6 +58,31 @@ class Chance(Halfway):
         return part["anchor"].copy_(mean).add_(torch.randn_like(mean))
 
 
+@dataclass
+class Launched(Halfway):
+    """Keeps x, which each rank has of its own."""
+
+    momenta = ("launched",)
+    own = ("launched",)
+
+    def boundary(self, part, x, mean):
+        part["launched"].copy_(x)
+        return super().boundary(part, x, mean)
+
+
+@dataclass
+class Shared(Launched):
+    """Does not say so."""
+
+    own = ()
+
+
+@dataclass
+class Scalar(Halfway):
+    def state_dict(self):
+        return {"n": np.float64(3)}
+
+
 def of(rule):
     return lambda inner, **settings: PeriodicAveraging(inner, rule(), **settings)
 
@@ -66,7 +92,7 @@ def test_every_algorithm_keeps_the_laws(algorithm):
         check_rule_laws(algorithm)
 
 
-@pytest.mark.parametrize("rule", [Halfway, DampedMean])
+@pytest.mark.parametrize("rule", [Halfway, DampedMean, Launched])
 def test_rules_of_ones_own_keep_the_laws(rule):
     check_rule_laws(of(rule), ranks=2)
 
@@ -78,11 +104,19 @@ def test_rules_of_ones_own_keep_the_laws(rule):
         (Forgetful, "after a state of step 4 was loaded.* nothing on self"),
         (Own, "ranks end with other bits"),
         (Chance, "ranks end with other bits"),
+        (Shared, "ranks end with other bits.* name in `own`"),
+        (Scalar, r"weights_only=True\) refuses the state .*float64"),
     ],
 )
 def test_rules_that_break_a_law_are_told_which(rule, says):
     with pytest.raises(AssertionError, match=says):
         check_rule_laws(of(rule))
+
+
+@pytest.mark.parametrize("given", [Halfway, Halfway()])
+def test_laws_of_a_rule_in_place_of_what_makes_it(given):
+    with pytest.raises(TypeError, match=r"make is .*Halfway.*, expected a function"):
+        check_rule_laws(given)
 
 
 class NoDataclass(Rule):
@@ -105,6 +139,20 @@ class Twice(Rule):
     momenta = ("a",)
 
 
+@dataclass
+class Misspelt(Halfway):
+    own = ("ancor",)
+
+
+class Made(Halfway):
+    def __init__(self, share=0.5):
+        self.share = share
+
+
+class Bare(Halfway):
+    share: float = 0.5
+
+
 @pytest.mark.parametrize(
     ("rule", "error", "says"),
     [
@@ -114,6 +162,9 @@ class Twice(Rule):
         (NoAnchor(), TypeError, "NoAnchor has no anchors, .* first one is the model: .* mean_is_model = True"),
         (Word(), TypeError, r"Word has anchors = 'anchor', expected tuples of names"),
         (Twice(), TypeError, r"Twice has one name twice .*\('a',\)"),
+        (Misspelt(), TypeError, r"Misspelt has own = \('ancor',\), expected some of its anchors"),
+        (Made(), TypeError, "Made has an __init__ of its own.*: put @dataclass above it"),
+        (Bare(), TypeError, "Bare declares share as no field.*: put @dataclass above it"),
     ],
 )
 def test_what_is_no_rule(rule, error, says):

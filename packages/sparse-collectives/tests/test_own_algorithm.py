@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from communicators import Alone, CollectiveError, SimulatedWorld
@@ -89,6 +90,23 @@ class Other(GTopK):
 
     def reference(self, inputs, k):
         return sum(inputs)
+
+
+class Deaf(TopKAllgather):
+    """Sends the same on every wire."""
+
+    name = "deaf"
+
+    def schedule(self, sparse, rank, size, k, state=None):
+        return TopKAllgather().schedule(sparse, rank, size, k, state)
+
+    def sent(self, rank, size, k, numel, dtype):
+        return TopKAllgather().sent(rank, size, k, numel, dtype)
+
+
+def selecting(selection):
+    """gTop-k with this selection."""
+    return called("selecting", GTopK, select=lambda self, like, rank, size, k, state: selection)
 
 
 def called(name, kind=Counting, **more):
@@ -191,6 +209,25 @@ class Unsent(Algorithm):
         (called(""), "fp32", ValueError, "is '', expected text"),
         (called(3), "fp32", ValueError, "is 3, expected text"),
         (called("whole", selects=False), "fp32", ValueError, "selects=False"),
+        (
+            called("made", __init__=lambda self: None),
+            "fp32",
+            TypeError,
+            "Called has an __init__ of its own.*frozen=True",
+        ),
+        (
+            called("bare", __annotations__={"q": int}, q=2),
+            "fp32",
+            TypeError,
+            "Called declares q as no field.*frozen=True",
+        ),
+        (called("kept", initial_state=lambda self, kept={"calls": 0}: kept), "fp32", TypeError, "expected a new dict"),
+        (
+            called("count", initial_state=lambda self: 3),
+            "fp32",
+            TypeError,
+            "returns 3 at each call, expected a new dict",
+        ),
         (COUNTING, "bf16", ValueError, "counting sends values as they are"),
         (Counting, "fp32", TypeError, "the class Counting, expected one of it"),
         (Counting.schedule, "fp32", TypeError, "or an Algorithm of your own"),
@@ -245,6 +282,10 @@ def test_fewer_examples_leave_out_no_size_wire_or_shape(most):
         (TooFew(), "rounds|bytes"),
         (More(), "rounds|bytes"),
         (Other(), "reference"),
+        (Deaf(), "wires: .* bytes on .*must use self.wire"),
+        (called("scalar", initial_state=lambda self: {"calls": np.int64(0)}), r"weights_only=True\) refuses .*int64"),
+        (selecting(lambda x: SparseVector.empty(len(x))), "select returned .*entries=0"),
+        (selecting(lambda x: topk(x, len(x))), "select returned .* of 1 to k"),
     ],
 )
 def test_the_laws_find_what_is_wrong(wrong, says):

@@ -133,6 +133,38 @@ class Mute(TopK):
         return SparseVector.empty(tensor.numel())
 
 
+class Moving(TopK):
+    """Keeps what its state does not hold."""
+
+    step = None
+
+    def __call__(self, tensor, **named):
+        self.first = getattr(self, "first", 0) + 1
+        return topk(tensor, 1 + self.first % 2)
+
+    def entries(self, numel):
+        return min(2, numel)
+
+
+class Scalar(TopK):
+    """Has a NumPy scalar in its state."""
+
+    step, state = None, {"n": np.int64(3)}
+
+    def __call__(self, tensor, *, name=""):
+        return super().__call__(tensor)
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Count(Scalar):
+    state = 3
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -142,11 +174,20 @@ class Mute(TopK):
         (Shifted(0.1), "values are not"),
         (Clearing(0.1), "was changed"),
         (Mute(0.1), "sends nothing"),
+        (Moving(0.1), "left a trace.*by chance, or keeps what its state_dict"),
+        (Scalar(0.1), r"weights_only=True\) refuses the state .*int64"),
+        (Count(0.1), "the state is 3, expected a dict"),
     ],
 )
 def test_the_laws_find_what_is_wrong(wrong, says):
     with pytest.raises(AssertionError, match=says):
         check_compressor_laws(lambda n: wrong)
+
+
+@pytest.mark.parametrize("given", [TopK(0.1), lambda n: TopK])
+def test_laws_of_a_compressor_in_place_of_what_makes_it(given):
+    with pytest.raises(TypeError, match=r"make is TopK.*, expected a function|is the class TopK"):
+        check_compressor_laws(given)
 
 
 def test_the_laws_hold_of_values_of_ones_own():
@@ -175,6 +216,7 @@ def test_what_was_sent_leaves_the_residual_whatever_its_values(level, momentum):
         ),
         (type("Half", (TopK,), {"entries": lambda *given: 0.5})(), TypeError, r"entries\(50\) is 0.5"),
         (type("Forgets", (TopK,), {"state_dict": dict})(), TypeError, "only one of state_dict and load_state_dict"),
+        (type("Nameless", (Scalar,), {"__call__": lambda self, tensor: None})(), TypeError, "its call must take one"),
         (lambda tensor: topk(tensor, 1), TypeError, r"with entries\(numel\)"),
     ],
 )

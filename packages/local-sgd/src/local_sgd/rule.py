@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from communicators import Bucket
+from communicators.settings import check_settings
 from torch import Tensor
 
 
@@ -221,7 +222,9 @@ def check_rule(rule: Any) -> None:
     if not isinstance(rule, Rule):
         remedy = f": give {rule.__name__}()" if isinstance(rule, type) else ", such as a dataclass that is one"
         raise TypeError(f"rule is {rule!r}, expected an instance of a Rule{remedy}")
-    names = {"anchors": rule.anchors, "momenta": rule.momenta}
+    if is_dataclass(rule):
+        check_settings(type(rule), Rule, dataclass="@dataclass")
+    names = {"anchors": rule.anchors, "momenta": rule.momenta, "own": rule.own}
     wrong = [f"{name} = {held!r}" for name, held in names.items() if not isinstance(held, tuple)]
     faults = {
         "is no dataclass: put @dataclass above it, so that ranks compare its settings": not is_dataclass(rule),
@@ -229,6 +232,7 @@ def check_rule(rule: Any) -> None:
         "has no anchors, of which the first one is the model: give anchors = ('anchor',), which boundary() moves; or "
         "mean_is_model = True where the mean over ranks is the model": not rule.anchors and not rule.mean_is_model,
         f"has one name twice in its anchors and momenta, {names}": not wrong and len(set(rule.kept)) < len(rule.kept),
+        f"has own = {rule.own}, expected some of its anchors and momenta": not wrong and {*rule.own} - {*rule.kept},
     }
     if said := [fault for fault, found in faults.items() if found]:
         raise TypeError(f"{type(rule).__name__} {said[0]}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from communicators import Communicator, Round, Schedule, SimulatedWorld, run, testing
 from sparse_compress import SparseVector, topk
+from sparse_compress.testing import reloaded
 from torch import Tensor
 
 from sparse_collectives.algorithm import Algorithm, Reduction, State, Traffic
@@ -42,8 +43,8 @@ def check_sparse_laws(
     """Asserts the laws of a sparse allreduce, in simulated worlds, on every wire that it takes, in both precisions.
 
     They are the laws of `check_sparse_call`, of several calls in a row where it keeps a state; that with k ≥ n the
-    total is the whole sum; that ranks agree on any floats, and a total shows what is not finite; rounds; its
-    `reference`, if any.
+    total is the whole sum; that ranks agree on any floats, and a total shows what is not finite; that wires of fewer
+    bytes send fewer; that a checkpoint can hold the state; rounds; its `reference`, if any.
 
     Args:
         algorithm: An `Algorithm` of one's own, or a name.
@@ -63,6 +64,7 @@ def check_sparse_laws(
     for size, entry in entries.items():
         _check_rounds(entry, size)
         _check_reference(entry, size)
+        _check_bytes(entry, size)
     for size, wire, numel, k in _examples(entries, max_examples):
         _check_calls(entries[size], size, numel, k, wire)
         _check_floats(entries[size], size, numel, k, wire)
@@ -166,6 +168,8 @@ def _check_calls(entry: Algorithm, size: int, numel: int, k: int, wire: str) -> 
         vectors = [_selected(entry, x, rank, size, k, states[rank]) for rank, x in enumerate(dense)]
         check_sparse_call(entry, vectors, k=k, wire=wire, states=kept)
         _call(entry, vectors, k, wire, states)
+    for state in kept or ():
+        reloaded(state, entry.name)
 
 
 def _call(
@@ -185,6 +189,8 @@ def _selected(entry: Algorithm, x: Tensor, rank: int, size: int, k: int, state: 
         return topk(x, k)
     before = repr(state)
     vector = entry.select(x, rank, size, k, state)(x)
+    fits = isinstance(vector, SparseVector) and bool(x.any()) <= len(vector) <= k
+    assert fits, f"select returned {vector}, expected a SparseVector of 1 to k={k} entries"
     assert repr(state) == before, f"select changed the state from {before} to {state}: only a call may"  # noqa: S608 - no SQL
     at = vector.indices.long()
     assert torch.equal(vector.values, x[at]), f"select gave other values than those at its indices {at.tolist()}"
@@ -223,6 +229,19 @@ def _check_rounds(entry: Algorithm, size: int) -> None:
             assert isinstance(said, Traffic), f"sent returned {said!r}, expected a Traffic(nbytes, messages, rounds)"
             right = rounds == said.rounds if entry.exact else rounds <= said.rounds
             assert right, f"rounds: rank {rank} took part in {rounds}, but sent says {said.rounds}"
+
+
+def _check_bytes(entry: Algorithm, size: int) -> None:
+    """Checks that all ranks together send fewer bytes on every wire of fewer bytes."""
+    numel, k, sent = 10_000, 500, dict[str, int]()
+    for wire in WIRES if entry.takes_wire and size > 1 else ():
+        coded = resolve(entry, size=size, wire=wire)
+        sent[wire] = sum(coded.sent(rank, size, k, numel, torch.float32).nbytes for rank in range(size))
+        with _naming(entry, size, numel, k):
+            fewer = wire == "fp32" or sent[wire] < sent["fp32"]
+            assert fewer, (
+                f"wires: {sent[wire]} bytes on {wire}, {sent['fp32']} on fp32: schedule and sent must use self.wire"
+            )
 
 
 def _counted(schedule: Schedule[Reduction]) -> Schedule[int]:

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Collection, Mapping
+from inspect import signature
 from math import isfinite
 from numbers import Real
 from typing import Any
@@ -76,6 +77,9 @@ def check_compressor(compressor: Any) -> None:
         raise TypeError(f"compressor is {compressor!r}, expected one such as TopK(0.01), with entries(numel)")
     if hasattr(compressor, "state_dict") != hasattr(compressor, "load_state_dict"):
         raise TypeError(f"{compressor} has only one of state_dict and load_state_dict, expected both or neither")
+    takes = signature(compressor).parameters.values() if hasattr(compressor, "state_dict") else ()
+    if takes and not any(one.name == "name" or one.kind is one.VAR_KEYWORD for one in takes):
+        raise TypeError(f"{compressor} keeps a state by name, so its call must take one: __call__(tensor, *, name='')")
 
 
 def check_keys(state: Mapping[str, Any], keys: Collection[str]) -> None:

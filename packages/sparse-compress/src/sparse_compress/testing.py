@@ -7,11 +7,14 @@ asserts them on random, tied, zero and non-finite tensors of odd sizes.
 """
 
 from collections.abc import Callable
+from io import BytesIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparse_compress.compressors.compressor import Compressor
+from sparse_compress.arguments import check_compressor
+from sparse_compress.compressors.compressor import Compressor, StatefulCompressor
 from sparse_compress.error_feedback import ErrorFeedback
 from sparse_compress.vector import SparseVector
 
@@ -21,12 +24,18 @@ SIZES = (1, 2, 33, 400, 0)
 def check_compressor_laws(make: Callable[[int], Compressor]) -> None:
     """Asserts what a compressor sends, and that with error feedback nothing is lost, also where steps are undone.
 
+    A state is a dict that a checkpoint can hold.
+
     Args:
         make: Makes a new compressor for tensors of so many elements.
 
     Raises:
         AssertionError: A law does not hold; says which, where.
+        TypeError: `make` is a compressor, or makes none.
     """
+    if hasattr(make, "entries") and not isinstance(make, type):
+        raise TypeError(f"make is {make}, expected a function that makes a new one: lambda numel: Mine()")
+    check_compressor(make(1))
     for numel in SIZES:
         for seed in range(5):
             x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
@@ -69,10 +78,36 @@ def _check_conservation(make: Callable[[int], Compressor], numel: int) -> None:
         undone = feedback.compress("w", gradient).to_dense()
         feedback.rollback()
         again = feedback.compress("w", gradient).to_dense()
-        assert torch.equal(undone, again), f"{feedback.compressor}: a step that was rolled back left a trace: {again}"
+        assert torch.equal(undone, again), (
+            f"{feedback.compressor}: a step that was rolled back left a trace, {again} for {undone}: it draws by "
+            "chance, or keeps what its state_dict() does not hold in memory of its own"
+        )
         feedback.commit()
         total, sent = total + gradient, sent + again
         held = sent + feedback.residual("w")
         assert torch.allclose(held, total, rtol=0, atol=1e-3), (
             f"{feedback.compressor}: sent and residual are {held}, accumulated {total}"
         )
+    fresh = make(numel)
+    if isinstance(fresh, StatefulCompressor) and isinstance(feedback.compressor, StatefulCompressor):
+        fresh.load_state_dict(reloaded(feedback.compressor.state_dict(), fresh))
+
+
+def reloaded(state: Any, whose: object) -> Any:
+    """The state as a checkpoint gives it back; AssertionError for no dict, and for what torch.load refuses.
+
+    Args:
+        state: A dict of plain values and tensors.
+        whose: Whose it is, for messages.
+    """
+    assert isinstance(state, dict), f"{whose}: the state is {state!r}, expected a dict"
+    file = BytesIO()
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+    except Exception as error:
+        raise AssertionError(
+            f"{whose}: torch.load(weights_only=True) refuses the state {state}: keep numbers, text, lists, dicts and "
+            "tensors, such as float(x) of a NumPy scalar"
+        ) from error

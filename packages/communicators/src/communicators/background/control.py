@@ -16,6 +16,7 @@ reason that every rank raises.
 """
 
 import json
+import logging
 import math
 import threading
 import time
@@ -26,7 +27,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from communicators import errors
-from communicators.background.transport import CONTROL_BYTES, Transport
+from communicators.background.transport import CONTROL_BYTES, Transport, wrong_return
 
 TIMED_OUT = "timed out"
 """Beginning of the reason of a rank that has waited for too long."""
@@ -54,8 +55,12 @@ HEAR_SECONDS = 0.3
 """Time after a stall in which what was said meanwhile is read, and nothing else is acted upon."""
 STALLS_APART_SECONDS = 5.0
 """Least time between two stalls that count: a rank that is always slow goes on."""
+SAID_SECONDS = 10.0
+"""Wait for others' departure after which it is said, once."""
 FAILED_DEPARTURE_SECONDS = 5.0
 """Longest time that the end of a process waits for the peers of a communicator that has failed."""
+
+logger = logging.getLogger(__name__)
 
 
 class Control:
@@ -142,7 +147,10 @@ class Control:
         with self.lock, self._noted():
             if not self.released:
                 self._note_stall(time.monotonic())
-                unread = [*self._unread, *self.transport.read_control()]
+                came = self.transport.read_control()
+                if not isinstance(came, list) or not all(isinstance(message, bytes | bytearray) for message in came):
+                    raise wrong_return(self.transport, "read_control", came, "a list of messages as bytes")
+                unread = [*self._unread, *came]
                 first = [message for message in unread if self._is_news(message)]
                 later = [message for message in unread if message not in first]
                 self._unread = [] if self.hears() or self.abort_reason is not None else later
@@ -278,9 +286,15 @@ def depart(controls: Sequence[Control], why: str, timeout: float | None = None) 
     """
     for control in controls:
         control.depart(why)
-    begin, awaited = time.monotonic(), list(controls)
+    begin, awaited, told = time.monotonic(), list(controls), False
     while awaited:
-        awaited = [one for one in awaited if one.listen() and one.awaits(time.monotonic() - begin, timeout)]
+        waited = time.monotonic() - begin
+        awaited = [one for one in awaited if one.listen() and one.awaits(waited, timeout)]
+        if awaited and waited > SAID_SECONDS and not told:
+            told, ranks = True, sorted({peer for one in awaited for peer in one.awaited()})
+            logger.warning(
+                "rank %d has departed (%s), and waits for rank %s to", awaited[0].rank, why, str(ranks)[1:-1]
+            )
         time.sleep(0.005 if awaited else 0.0)
     for control in controls:
         control.release()

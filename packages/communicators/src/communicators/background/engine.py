@@ -91,7 +91,10 @@ class Engine:
             self._listeners.add(control)
         if not control.transport.threaded:
             if not self.inline:
-                logger.warning("this MPI was not initialised with THREAD_MULTIPLE: progress only inside our calls")
+                logger.warning(
+                    "%s has threaded=False, as with an MPI without THREAD_MULTIPLE: progress only inside our calls",
+                    type(control.transport).__name__,
+                )
             self.inline = True
         elif self._thread is None and not self.inline:
             self._thread = threading.Thread(target=self._live, name="communicators-engine", daemon=True)

@@ -16,7 +16,7 @@ from communicators import errors
 from communicators.background.control import Control, RequestedAbort
 from communicators.background.engine import Driven, Engine
 from communicators.background.sends import GRACE_SECONDS
-from communicators.background.transport import PeerLost
+from communicators.background.transport import PeerLost, SignalLine, wrong_return
 from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule, among
@@ -51,6 +51,8 @@ class TransportSignals(Signals, Driven):
         super().__init__(comm.rank, comm.size, on_signal)
         self._comm, self._control, self._engine, self._attempt = comm, control, engine, attempt
         self._line = control.transport.signal_line()
+        if not isinstance(self._line, SignalLine):
+            raise wrong_return(control.transport, "signal_line", self._line, "a SignalLine")
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._waiting: dict[int, dict[int, None]] = {peer: {} for peer in range(comm.size)}  # ordered sets
         self._active: set[int] = set()  # peers for which something waits or is in flight
@@ -245,7 +247,9 @@ class TransportSignals(Signals, Driven):
         if peer == self._comm.rank:
             return self._closing or len(self._unread) < MOST_UNREAD
         try:
-            return self._line.sent(peer)
+            if (sent := self._line.sent(peer)) is None:
+                raise wrong_return(self._line, "sent", None, "True or False")
+            return sent
         except PeerLost:
             self._control.lose(peer)
             return False

@@ -6,6 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,7 +183,7 @@ class Transport(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no allreduce of its own")
 
     def unreachable(self) -> list[int]:
-        """Peers whose connection is known to be gone."""
+        """Peers whose connection is known to be gone; the end of the process waits for the departure of all others."""
         return []
 
     def lost(self) -> PeerLost | None:
@@ -207,3 +208,23 @@ class Transport(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Releases what would keep the process from ending."""
+
+
+def check_transport(transport: Any) -> Transport:
+    """The transport; TypeError or ValueError for what is none, or lacks what has no default."""
+    kind = type(transport).__name__
+    if not isinstance(transport, Transport):
+        raise TypeError(f"transport is {transport!r}, expected a Transport")
+    for name, expected in {"rank": int, "size": int, "device": torch.device, "threaded": bool}.items():
+        given = getattr(transport, name, None)
+        if not isinstance(given, expected) or (expected is int and isinstance(given, bool)):
+            what = f"{expected.__module__}.{expected.__name__}".removeprefix("builtins.")
+            raise TypeError(f"{kind}.{name} is {given!r}, expected {what}: set it before a communicator is made of it")
+    if not 0 <= transport.rank < transport.size:
+        raise ValueError(f"{kind} has rank {transport.rank} of size {transport.size}, expected 0 ≤ rank < size")
+    return transport
+
+
+def wrong_return(whose: object, method: str, given: object, expected: str) -> TypeError:
+    """Error of an author's method that returned something else."""
+    return TypeError(f"{type(whose).__name__}.{method}() returned {given!r}, expected {expected}")

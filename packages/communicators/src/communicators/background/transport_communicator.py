@@ -27,7 +27,7 @@ from communicators.background.engine import SPIN_SECONDS, Driven, Engine, engine
 from communicators.background.sends import GRACE_SECONDS, UnsentMessages
 from communicators.background.signals import TransportSignals
 from communicators.background.streams import SideStream, SideStreams, owned_here, with_index
-from communicators.background.transport import PeerLost, Pending, Transport
+from communicators.background.transport import PeerLost, Pending, Transport, check_transport, wrong_return
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
 from communicators.labels import labelled, records
@@ -175,6 +175,8 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         if self._requested is not None or self._pending is None or waited < GRACE_SECONDS:
             return
         missing, control, call = self._pending.missing(), self.control, self.call
+        if not isinstance(missing, list):
+            raise wrong_return(self._pending, "missing", missing, "a list of peers")
         self._sources = [peer for peer in self._sources if peer in missing] or self._sources
         waiting = call.waits(missing)
         if left := control.departed_before(call.number, missing):
@@ -212,12 +214,16 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         received: Received = {}
         while True:
             if self._pending is not None:
-                if not self._pending.arrived():
+                if not (arrived := self._pending.arrived()):
+                    if arrived is None:
+                        raise wrong_return(self._pending, "done", None, "True or False")
                     if self._coming:
                         self._end_labels(self._pending.come())
                     return False
                 self._end_labels(list(self._coming))
                 received = self._pending.received()
+                if not isinstance(received, dict):
+                    raise wrong_return(self._pending, "received", received, "a dict of payloads by peer")
                 self.comm.count_awaited(self._sources, time.monotonic() - self.progressed)
                 self._unsent = [*(pending for pending in self._unsent if not pending.done()), self._pending]
                 self._pending = None
@@ -256,7 +262,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 self._label_messages(action)
             self._pending = self.comm.transport.post(self.call, action, device)
             if self._pending is None:
-                raise TypeError(f"{type(self.comm.transport).__name__}.post() returned None, expected a Pending")
+                raise wrong_return(self.comm.transport, "post", None, "a Pending")
             self.peers = *action.sends, *action.recvs
             if self.call.counted and action.sends:
                 nbytes = sum([payload.wire_nbytes for payload in action.sends.values()])
@@ -326,6 +332,7 @@ class TransportCommunicator(Communicator):
     """A communicator over a transport."""
 
     def __init__(self, transport: Transport, origin: TransportCommunicator | None = None) -> None:
+        check_transport(transport)
         self.rank, self.size, self.transport, self.engine = transport.rank, transport.size, transport, engine()
         self.control = Control(transport)
         self.device, self.outlives_ranks = transport.device, transport.outlives_ranks
@@ -464,9 +471,9 @@ class TransportCommunicator(Communicator):
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
         if self.engine.inline:
             raise RuntimeError(
-                "signals come at any time, so another thread must read them, but this MPI was not initialised with "
-                "THREAD_MULTIPLE: it is mpi4py's default, so set neither mpi4py.rc.threads nor rc.thread_level, or "
-                "start MPI with it"
+                "signals come at any time, so another thread must read them, but a transport has threaded=False, as "
+                "with an MPI without THREAD_MULTIPLE: it is mpi4py's default, so set neither mpi4py.rc.threads nor "
+                "rc.thread_level, or start MPI with it"
             )
         comm = self._duplicated("signals", self.transport.duplicate_for_signals)
         return TransportSignals(comm, comm.control, comm.engine, comm.attempt, on_signal)
@@ -476,7 +483,10 @@ class TransportCommunicator(Communicator):
         refuse_too_many(len(self._duplicates))
         facts = f"{what} number {self.transport.duplicates}"
         self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout, device=CPU)
-        made = TransportCommunicator(make(self.timeout), self)
+        transport = make(self.timeout)
+        if not isinstance(transport, Transport) or transport is self.transport:
+            raise wrong_return(self.transport, "duplicate", transport, "another Transport of the same ranks")
+        made = TransportCommunicator(transport, self)
         made.timeout = self.timeout
         self._duplicates.append(made)
         return made

@@ -36,6 +36,8 @@ T = TypeVar("T")
 class SimulatedWorld:
     """Ranks 0 … size − 1, joined pairwise by links. Data may be on any device, and stay there.
 
+    Ranks are threads of this process: make what keeps a state, such as a stateful compressor, on each of them.
+
     Args:
         size: Number of ranks.
         link: Seconds per message and per byte, of equal links; or (source, target) -> `Path` of unequal ones;

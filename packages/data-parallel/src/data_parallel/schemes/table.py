@@ -3,6 +3,7 @@
 A new one is its own file and one line here; one of your own stands wherever a name does.
 """
 
+from communicators.settings import check_settings
 from sparse_collectives import ALGORITHMS
 
 from data_parallel.schemes.dense import DenseCompressor
@@ -33,14 +34,7 @@ def _check_own(own: DenseCompressor) -> None:
     kind = type(own)
     if kind.schedule is DenseCompressor.schedule and kind.scheme is DenseCompressor.scheme:
         raise TypeError(f"{kind.__name__} has no schedule, which is all that a DenseCompressor needs")
-    if any(
-        "__init__" in vars(one) and "__dataclass_fields__" not in vars(one)
-        for one in kind.__mro__[: kind.__mro__.index(DenseCompressor)]
-    ):
-        raise TypeError(
-            f"{kind.__name__} has an __init__ of its own, so ranks could not compare its settings: make it a frozen "
-            "dataclass, whose fields they are"
-        )
+    check_settings(kind, DenseCompressor)
     if not isinstance(own.name, str):
         raise TypeError(f"the name of {kind.__name__} is {own.name!r}, expected text")
     if not own.name:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from communicators.settings import check_settings
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.dense_sum import Dense
@@ -78,11 +79,15 @@ def _own(algorithm: str | Algorithm) -> Algorithm:
 
 
 def _check_own(own: Algorithm) -> None:
-    """Raises ValueError for an Algorithm that has no name of its own, or that sends something of every element."""
+    """Raises TypeError or ValueError for settings that are no fields, a wrong name or state, or no selection."""
+    check_settings(type(own), Algorithm)
     kind, name = type(own).__name__, own.name
     if not isinstance(name, str) or not name or name in ALGORITHMS or name == AUTO:
         taken = ", which is another's" if name in (*ALGORITHMS, AUTO) else ""
         raise ValueError(f"the name of {kind} is {name!r}{taken}, expected text: give it one of its own, name = 'mine'")
+    state = own.initial_state()
+    if state is not None and (not isinstance(state, dict) or state is own.initial_state()):
+        raise TypeError(f"initial_state() of {kind} returns {state!r} at each call, expected a new dict, or None")
     if not own.selects:
         raise ValueError(
             f"{kind} has selects=False, but what sends something of every element is a DenseCompressor for training; a "

@@ -10,7 +10,9 @@ from sparse_compress.vector import SparseVector
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Chooses the entries of a tensor to send: any callable with ``entries``; CONTRIBUTING says how to add one.
+    """Chooses the entries of a tensor to send: any callable with ``entries``.
+
+    ``sparse_compress.testing.check_compressor_laws`` tests one of your own.
 
     One that always takes the largest magnitudes first declares so by an attribute ``finds_nonfinite = True``: NaN and
     inf are then looked for in what it sends. One that scales values for the right mean has ``unbiased = True``.
@@ -37,7 +39,10 @@ class Compressor(Protocol):
 
 @runtime_checkable
 class StatefulCompressor(Compressor, Protocol):
-    """Compressor that keeps state for each name between calls; error feedback saves it and rolls it back."""
+    """Compressor that keeps state for each name between calls; error feedback saves it and rolls it back.
+
+    Each rank has one of its own: where ranks share a process, as in a SimulatedWorld, make it in the rank's function.
+    """
 
     def __call__(self, tensor: Tensor, *, name: str = "") -> SparseVector:
         """Chosen entries, like ``Compressor``; tensors of different names do not affect each other."""
