@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from communicators import Bucket
-from communicators.settings import check_settings
+from communicators import Bucket, check_settings
 from torch import Tensor
 
 

@@ -3,7 +3,7 @@
 A new one is its own file and one line here; one of your own stands wherever a name does.
 """
 
-from communicators.settings import check_settings
+from communicators import check_settings
 from sparse_collectives import ALGORITHMS
 
 from data_parallel.schemes.dense import DenseCompressor

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from communicators.settings import check_settings
+from communicators import check_settings
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.dense_sum import Dense
