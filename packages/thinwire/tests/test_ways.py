@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import math
+import re
 import time
 import warnings
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import thinwire
 import torch
 import torch.distributed as dist
 from communicators import Alone, Link, SimulatedWorld
-from data_parallel import DistributedOptimizer, SparseHookState
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
 from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo
 from partial_collectives import EagerSGD
 from replicas import MuonAdamW, refuse_unlike
@@ -28,7 +29,7 @@ from thinwire.advice import accuracy, own_work
 from thinwire.advice.measuring import Trained, find_out, measure_torch_alpha
 from thinwire.advice.own_work import measure_around, measure_work
 from thinwire.advice.plan import KINDS, Plan
-from thinwire.advice.recommendation import OPTIMIZERS, recommend
+from thinwire.advice.recommendation import OPTIMIZERS, _use, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import Situation
 from thinwire.advice.stragglers import Stragglers
@@ -479,6 +480,49 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
     assert run == (2 if name in IN_DDP - FOR_DDP else 1)
     assert ("average()" in text) == (name not in IN_DDP and not name.startswith("eager"))
     assert BY_NAME[name].note.replace("MEGABYTES", "1") in text
+
+
+def settings_of(optimizer, ddp):
+    """Everything that an optimizer and its hook were set to, warm-ups step by step; but for the learning rate."""
+    said = [
+        repr(optimizer),
+        getattr(optimizer, "_alike", ""),
+        repr(getattr(getattr(optimizer, "rule", None), "outer", "")),
+    ]
+    for one in (optimizer, getattr(optimizer, "averager", None), *(state for _, state in ddp._comm_hooks)):
+        exchange, every = getattr(one, "_exchange", None), getattr(one, "sync_every", None)
+        numbers = {name: own for name, own in getattr(one, "__dict__", {}).items() if isinstance(own, int | float)}
+        said += [exchange and exchange.settings, list(map(every, range(60))) if callable(every) else every, numbers]
+    return [re.sub(r"lr: \S+|<function .*? at 0x\w+>| at 0x\w+|options=(None|{}), ", "", str(one)) for one in said]
+
+
+@WARNS
+@pytest.mark.few(40)
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if "teams" not in each.values[1] != "dense"])
+def test_the_lines_do_what_apply_does(optimizer, name, one_process):
+    """Every way that may be advised, of a training of 60 steps."""
+    names = NAMES | {one.__name__: one for one in (SparseHookState, UpdateOptimizer, PostLocalSGDOptimizer)}
+    inner_code = re.escape(OPTIMIZERS[optimizer]).replace(r"\.\.\.", "[^)]*")
+    for where in ("In DDP: ", "Without DDP: "):
+        plan = planned(optimizer, name)
+        plan = replace(plan, situation=replace(plan.situation, plain=where != "In DDP: "))
+        lines = _use(plan.situation, plan.recommendation.step, 1.0)
+        names |= {"torch": torch, "STEPS": 6 if "the first 10% of yours" in "".join(lines) else 60}
+        code = [re.sub(inner_code, "inner", line.partition(", which")[0]) for line in lines if line.startswith(where)]
+        assert code or where == "In DDP: " or name in FOR_DDP
+        for line in code:
+            found = []
+            for printed in (True, False):
+                model = model_of()
+                inner, ddp = inner_of(optimizer, model), DistributedDataParallel(model, bucket_cap_mb=1)
+                made = {"model": model, "inner": inner, "ddp": ddp, "optimizer": inner}
+                if printed:
+                    exec(line.removeprefix(where), names, made)
+                else:
+                    made["optimizer"] = plan.apply(model if plan.situation.plain else ddp, inner, steps=60)[1]
+                found.append(settings_of(made["optimizer"], ddp))
+            assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("way", OF_DDP, ids=lambda way: way.name)

@@ -171,8 +171,8 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     found = situation.known(p)
     steps = [_soon(found.pace, taken, dense)] if found and found.pace and found.most <= MOST_BEHIND else []
     if p.algorithm in WHOLE:
-        hook = f'In DDP: state = SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="{p.wire}")'
-        return [f"Use {p.name}: {gain}. {network}", *(_other_lines(situation, p) if _is_torchs(p) else [hook])]
+        lines = _other_lines(situation, p) if _is_torchs(p) else _dense_lines(situation, p)
+        return [f"Use {p.name}: {gain}. {network}", *lines]
     learns = in_words(situation.known(p), situation.optimizer, situation.ranks)
     if p.variant in BY_NAME:
         use = f"Use {p.variant}: over a whole training {gain}. {network}"
@@ -193,12 +193,21 @@ def _soon(pace: float, step: Step, dense: float) -> str:
     )
 
 
+def _dense_lines(situation: Situation, p: Prediction) -> list[str]:
+    """Code of our sum of whole gradients."""
+    setting, inner = f'algorithm="dense", wire="{p.wire}"', OPTIMIZERS[situation.optimizer]
+    return [
+        f"In DDP: state = SparseHookState.for_model(ddp, optimizer, {setting})",
+        f"Without DDP: optimizer = DistributedOptimizer({inner}, model.named_parameters(), {setting})",
+    ]
+
+
 def _lines(situation: Situation, p: Prediction) -> list[str]:
     """Code of a sparse exchange."""
     options = f", options={dict(p.options)}" if p.variant != p.algorithm else ""
     wire = f', wire="{p.wire}"' if p.wire != "fp32" else ""
     setting, steps = f'algorithm="{p.algorithm}"{options}{wire}', "STEPS: of your whole training, for the warm-up."
-    if not situation.sends_updates:
+    if not (situation.sends_updates or situation.plain):
         hook = f"SparseHookState.for_model(ddp, optimizer, steps=STEPS, density={p.density:.2g}, {setting})"
         return [f"In DDP: state = {hook}, which takes the momentum over from the optimizer.", steps]
     inner = OPTIMIZERS[situation.optimizer].replace("SGD(...)", "SGD(..., momentum=0.9)")

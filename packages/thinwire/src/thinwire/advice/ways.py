@@ -286,7 +286,7 @@ def _beside(long: Traffic, short: Traffic) -> Traffic:
 def _local(*, int8: bool = False) -> Way:
     """Averages after every step at first, after every fourth later."""
     options = {"sync_every": 4} | ({"compress": "int8"} if int8 else {})
-    every = "lambda step: 4 if step >= STEPS // 10 else 1"
+    every = "lambda step: 4 if step >= STEPS else 1"
 
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         own: dict[str, Any] = {"outer": MEAN, "compress": "int8"} if int8 else {}
