@@ -379,6 +379,25 @@ def test_settings_are_adapted_as_the_text_says(name, betas, rate):
     assert (group["betas"], group["lr"]) == (betas, rate)
 
 
+def test_a_rate_is_adapted_once():
+    model, plan = model_of(), planned("adamw", "diloco sync_every=30")
+    inner = inner_of("adamw", model)
+    plan.apply(model, inner)
+    with pytest.raises(ValueError, match="is adapted to diloco sync_every=30 already: give an optimizer that was made"):
+        plan.apply(model, inner)
+    assert inner.param_groups[0]["lr"] == 5e-3
+
+
+@pytest.mark.parametrize("steps", [-5, 1e4, math.nan, "x", True])
+def test_steps_are_checked_before_anything_is_made(steps):
+    for name in ("local-sgd sync_every=4", "diloco sync_every=30", "gtopk", "powersgd rank=2", "dense in bf16"):
+        model = model_of()
+        inner = inner_of("adamw", model)
+        with pytest.raises(ValueError, match=f"steps is {steps!r}, expected a whole number of 0 or more, or None"):
+            planned("adamw", name).apply(model, inner, steps=steps)
+        assert inner.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 def test_all_ranks_do_what_rank_0_was_recommended():
     names = ["dense-int8", "powersgd rank=4", "gtopk"]
 

@@ -129,8 +129,11 @@ class Plan:
         Raises:
             ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
                 which has sent the gradients before a way gets them; a hook of DDP without DDP, as where the advice was
-                for a model in DDP; or torch's PowerSGD over gloo in more than one bucket (the text has the size).
+                for a model in DDP; torch's PowerSGD over gloo in more than one bucket (the text has the size); other
+                `steps`; or an optimizer whose rate was adapted already.
         """
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+            raise ValueError(f"steps is {steps!r}, expected a whole number of 0 or more, or None for {USUAL_STEPS:,}")
         ranks = as_communicator(comm)
         if ranks.size not in (1, self.situation.ranks):
             raise ValueError(
@@ -173,10 +176,16 @@ class Plan:
         _refuse_ddp(ddp, way.name)
         if way.ddp_only:
             raise ValueError(f"{way.name} is a hook of DDP: give DistributedDataParallel(model), not the module itself")
+        adapts = way.rate != 1 and self.situation.optimizer != "muon"
+        if adapts and hasattr(optimizer, "_adapted_to"):
+            raise ValueError(
+                f"the learning rate is adapted to {optimizer._adapted_to} already: give an optimizer that was made anew"
+            )
         made = way.make(optimizer, model, comm, steps=total, every=way.every)
-        for group in optimizer.param_groups if way.rate != 1 and self.situation.optimizer != "muon" else ():
+        for group in optimizer.param_groups if adapts else ():
             for rate in {"lr", "initial_lr"} & group.keys():
                 group[rate] = group[rate] * way.rate
+            optimizer._adapted_to = way.name  # type: ignore[attr-defined]
         return made
 
 
