@@ -683,6 +683,8 @@ def test_advise_in_python():
         ({"optimizer": torch.optim.Rprop([torch.zeros(2, requires_grad=True)])}, "optimizer is Rprop, expected"),
         ({"steps_per_second": 0}, "steps_per_second is 0, expected above 0"),
         ({"steps_per_second": float("nan")}, "steps_per_second is nan"),
+        ({"steps_per_second": float("inf")}, "steps_per_second is inf, expected above 0 and finite"),
+        ({"steps_per_second": 1e-320}, "steps_per_second is 1e-320, expected above 0 and finite"),
         ({"link": "10mbit"}, "link is '10mbit', expected a Link"),
         ({"ranks": None}, "ranks goes with link"),
         ({"link": None}, "ranks goes with link"),
@@ -691,6 +693,8 @@ def test_advise_in_python():
         ({"optimizer": "muon", "density": 0.1}, "density is of a selection, and nothing is selected for muon"),
         ({"ranks": 1}, "ranks is 1, expected a whole number of 2 or more"),
         ({"density": 2.0}, "density is 2.0, expected above 0"),
+        ({"density": [0.5, 1]}, "density is 1, expected above 0 and below 1, at which nothing is selected"),
+        ({"density": []}, r"density is \[\], expected a number, or several: leave it out"),
         ({"density": [0.1, 0.0]}, "density is 0.0, expected above 0"),
         ({"model": torch.nn.ReLU()}, "no parameter of the model requires a gradient"),
     ],
@@ -699,6 +703,12 @@ def test_arguments_that_make_no_sense(changes, said):
     given = {"model": model_of(), "steps_per_second": 4, "optimizer": "sgd", "link": "wan", "ranks": 8}
     with pytest.raises(ValueError, match=said):
         thinwire.advise(**given | changes)
+
+
+@pytest.mark.parametrize("changes", [{"steps_per_second": "4"}, {"density": "0.01"}, {"density": [0.1, True]}])
+def test_arguments_that_are_no_numbers(changes):
+    with pytest.raises(TypeError, match=r"(steps_per_second is '4'|density is ('0.01'|True)), expected a number"):
+        thinwire.advise(**{"model": model_of(), "steps_per_second": 4, "link": "wan", "ranks": 8} | changes)
 
 
 def test_one_rank_without_a_link_is_told():

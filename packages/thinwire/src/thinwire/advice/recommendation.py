@@ -62,7 +62,8 @@ def recommend(situation: Situation) -> Recommendation:
     passed = [s for s in steps if s.mean < eligible[0].mean and s not in eligible]
     faster = "accuracy" if passed else "fastest" if taken is eligible[0] else "as fast"
     rule = faster if worthwhile else "not worthwhile"
-    reason = " ".join([_reason(rule, p, other), *_passed_over(situation, passed)])
+    set_aside = _set_aside([*eligible, *steps], taken, dense) if situation.chosen else []
+    reason = " ".join([_reason(rule, p, other), *set_aside, *_passed_over(situation, passed)])
     advice, *lines = _use(situation, taken, dense) if worthwhile else _leave_off(situation, dense, best)
     return Recommendation(taken, rule, reason, other, "\n".join([advice, reason, *lines]))
 
@@ -113,6 +114,18 @@ def _learns(situation: Situation, p: Prediction) -> int:
     if found is None or (found.most <= MOST_BEHIND and found.few):
         return UNKNOWN
     return WELL if found.most <= MOST_BEHIND and found.pace else BADLY
+
+
+def _set_aside(steps: list[Step], taken: Step, dense: float) -> list[str]:
+    """Reason why none of the user's densities was taken; steps: the first selection is spoken of."""
+    if _selects(taken.prediction):
+        return []
+    own = next((s for s in steps if _selects(s.prediction)), None)
+    if own is None:
+        return ["Your density was set aside: of so few elements it selects all."]
+    takes, advised = (f"{step.until / dense:.2f}" for step in (own, taken))
+    until = f"takes {takes} of dense's time until it is as good, what is advised {advised}"
+    return [f"Your density was set aside: {_named(own)} {until}."]
 
 
 def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
