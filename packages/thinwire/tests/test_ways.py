@@ -269,9 +269,10 @@ def test_a_selection_takes_what_the_optimizer_does_around_it(monkeypatch):
     assert find_out(trained, Alone(), print, **given, overlap=False, optimizer="sgd").handling == handling
 
 
-@pytest.mark.parametrize("numel", [1, 1023, 1024, 1 << 20, 25_000_000])
-def test_assumed_shapes_have_all_elements(numel):
+@pytest.mark.parametrize("numel", [1, 1023, 1024, 1 << 20, 25_000_000, 10**10 + 7, 10**13])
+def test_assumed_shapes_have_all_elements_and_are_few(numel):
     assert elements(assumed_shapes(numel)) == numel
+    assert len(assumed_shapes(numel)) <= 1026
 
 
 def test_nothing_is_selected_for_muon():

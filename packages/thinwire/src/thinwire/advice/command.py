@@ -72,7 +72,7 @@ def late(text: str) -> tuple[float, float] | str:
     return DELAY(seconds), SHARE(share)
 
 
-PARAMETERS = quantity("a whole number of 1 or more, 1,000,000,000,000,000 at most", 1, 10**15, whole=True)
+PARAMETERS = quantity("a whole number of 1 or more, 10,000,000,000,000 at most", 1, 10**13, whole=True)
 # Predictions for 4,096 ranks take seconds, and take O(P).
 RANKS = quantity("2 or more, 4,096 at most: one rank exchanges nothing", 2, 4096, whole=True)
 STEP_SECONDS = quantity("seconds > 0", sys.float_info.min, sys.float_info.max)
