@@ -1,6 +1,7 @@
 """PowerSGD and the int8 sum obey the laws: conservation, agreement, worlds, bytes, all or none, resume, equivalence."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from communicators import CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState, reshard_residuals
 from data_parallel.schemes.dense_int8 import DenseInt8
 from data_parallel.schemes.gram_schmidt import orthonormal, outer_sum
-from data_parallel.schemes.powersgd import PowerSGD, powersgd_sent
+from data_parallel.schemes.powersgd import PowerSGD, powersgd_elements, powersgd_sent
 from data_parallel.testing import check_dense_laws
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -438,6 +439,16 @@ def test_dense_steps_send_what_their_expression_says(size):
     for columns, before, after in ((None, *worlds[:2]), (2, *worlds[1:])):
         sent = [powersgd_sent(rank, size, shapes, columns) for rank in range(size)]
         assert [b - a for a, b in zip(before.bytes_sent, after.bytes_sent, strict=True)] == [t.nbytes for t in sent]
+
+
+def test_elements_are_counted_in_time_that_grows_with_the_tensors():
+    def seconds(many):
+        shapes, begin = [torch.Size((8, 8))] * many, time.process_time()
+        assert powersgd_elements(shapes, 2) == (16 * many, 16 * many)
+        return time.process_time() - begin
+
+    few, many = (min(seconds(n) for _ in range(3)) for n in (2_000, 16_000))
+    assert many < 24 * few  # squares are 64 times as many
 
 
 def test_dense_steps_are_counted_on_through_another_number_of_ranks():

@@ -261,6 +261,11 @@ def test_what_is_wrong_by_itself(options, error, says):
         LocalSGD(torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1), **options)
 
 
+def test_a_switch_of_bmuf_is_no_word():
+    with pytest.raises(TypeError, match="nesterov is 'no', expected True or False"):
+        BMUF(torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1), nesterov="no")
+
+
 @pytest.mark.parametrize(
     ("algorithm", "options", "says"),
     [
@@ -326,6 +331,7 @@ def test_a_drain_at_a_boundary_ends_in_the_model(quadratic, algorithm):
         torch.testing.assert_close(again, drained, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:2 steps of StreamingDiLoCo since the last")
 def test_steps_that_average_never_saw(quadratic, algorithm):
     """Would be left out of the model, or leave ranks apart."""
 

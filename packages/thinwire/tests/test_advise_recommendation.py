@@ -1,6 +1,7 @@
 """What advise says of its choice, and of the machine on which it measured."""
 
 import json
+import re
 from functools import partial
 from importlib.resources import files
 from types import SimpleNamespace
@@ -306,6 +307,23 @@ def test_a_density_of_one_s_own_is_advised_and_what_is_known_of_it_told():
     assert "The density is yours" in asked.text
     assert unasked.step.prediction.density == 1
     assert f"{known('adamw', 'gtopk', 0.001, 'fp32', 8).most:.1f} points behind dense" in unasked.reason
+
+
+@pytest.mark.parametrize(
+    ("handling", "said"),
+    [
+        (
+            {0.001: Handling(1e-6, {}, {"gtopk": 0.0})},
+            r".* at density 0.001 \(.* of dense's time until .* advised 0\.",
+        ),
+        ({}, "of so few elements it selects all"),
+    ],
+)
+def test_why_a_density_of_one_s_own_is_set_aside(handling, said):
+    found = recommend(situation(chosen=True, handling=handling))
+    assert not found.step.prediction.density < 1
+    assert re.search(f"Your density was set aside: {said}", found.text)
+    assert "set aside" not in recommend(situation(handling=handling)).text
 
 
 def record_of(*places):

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import math
+import re
 import time
 import warnings
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import thinwire
 import torch
 import torch.distributed as dist
 from communicators import Alone, Link, SimulatedWorld
-from data_parallel import DistributedOptimizer, SparseHookState
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
 from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SparseLoCo, StreamingDiLoCo
 from partial_collectives import EagerSGD
 from replicas import MuonAdamW, refuse_unlike
@@ -28,7 +29,7 @@ from thinwire.advice import accuracy, own_work
 from thinwire.advice.measuring import Trained, find_out, measure_torch_alpha
 from thinwire.advice.own_work import measure_around, measure_work
 from thinwire.advice.plan import KINDS, Plan
-from thinwire.advice.recommendation import OPTIMIZERS, recommend
+from thinwire.advice.recommendation import OPTIMIZERS, _use, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import Situation
 from thinwire.advice.stragglers import Stragglers
@@ -268,9 +269,10 @@ def test_a_selection_takes_what_the_optimizer_does_around_it(monkeypatch):
     assert find_out(trained, Alone(), print, **given, overlap=False, optimizer="sgd").handling == handling
 
 
-@pytest.mark.parametrize("numel", [1, 1023, 1024, 1 << 20, 25_000_000])
-def test_assumed_shapes_have_all_elements(numel):
+@pytest.mark.parametrize("numel", [1, 1023, 1024, 1 << 20, 25_000_000, 10**10 + 7, 10**13])
+def test_assumed_shapes_have_all_elements_and_are_few(numel):
     assert elements(assumed_shapes(numel)) == numel
+    assert len(assumed_shapes(numel)) <= 1026
 
 
 def test_nothing_is_selected_for_muon():
@@ -378,6 +380,25 @@ def test_settings_are_adapted_as_the_text_says(name, betas, rate):
     assert (group["betas"], group["lr"]) == (betas, rate)
 
 
+def test_a_rate_is_adapted_once():
+    model, plan = model_of(), planned("adamw", "diloco sync_every=30")
+    inner = inner_of("adamw", model)
+    plan.apply(model, inner)
+    with pytest.raises(ValueError, match="is adapted to diloco sync_every=30 already: give an optimizer that was made"):
+        plan.apply(model, inner)
+    assert inner.param_groups[0]["lr"] == 5e-3
+
+
+@pytest.mark.parametrize("steps", [-5, 1e4, math.nan, "x", True])
+def test_steps_are_checked_before_anything_is_made(steps):
+    for name in ("local-sgd sync_every=4", "diloco sync_every=30", "gtopk", "powersgd rank=2", "dense in bf16"):
+        model = model_of()
+        inner = inner_of("adamw", model)
+        with pytest.raises(ValueError, match=f"steps is {steps!r}, expected a whole number of 0 or more, or None"):
+            planned("adamw", name).apply(model, inner, steps=steps)
+        assert inner.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 def test_all_ranks_do_what_rank_0_was_recommended():
     names = ["dense-int8", "powersgd rank=4", "gtopk"]
 
@@ -479,6 +500,49 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
     assert run == (2 if name in IN_DDP - FOR_DDP else 1)
     assert ("average()" in text) == (name not in IN_DDP and not name.startswith("eager"))
     assert BY_NAME[name].note.replace("MEGABYTES", "1") in text
+
+
+def settings_of(optimizer, ddp):
+    """Everything that an optimizer and its hook were set to, warm-ups step by step; but for the learning rate."""
+    said = [
+        repr(optimizer),
+        getattr(optimizer, "_alike", ""),
+        repr(getattr(getattr(optimizer, "rule", None), "outer", "")),
+    ]
+    for one in (optimizer, getattr(optimizer, "averager", None), *(state for _, state in ddp._comm_hooks)):
+        exchange, every = getattr(one, "_exchange", None), getattr(one, "sync_every", None)
+        numbers = {name: own for name, own in getattr(one, "__dict__", {}).items() if isinstance(own, int | float)}
+        said += [exchange and exchange.settings, list(map(every, range(60))) if callable(every) else every, numbers]
+    return [re.sub(r"lr: \S+|<function .*? at 0x\w+>| at 0x\w+|options=(None|{}), ", "", str(one)) for one in said]
+
+
+@WARNS
+@pytest.mark.few(40)
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "name"), [each for each in PLANS if "teams" not in each.values[1] != "dense"])
+def test_the_lines_do_what_apply_does(optimizer, name, one_process):
+    """Every way that may be advised, of a training of 60 steps."""
+    names = NAMES | {one.__name__: one for one in (SparseHookState, UpdateOptimizer, PostLocalSGDOptimizer)}
+    inner_code = re.escape(OPTIMIZERS[optimizer]).replace(r"\.\.\.", "[^)]*")
+    for where in ("In DDP: ", "Without DDP: "):
+        plan = planned(optimizer, name)
+        plan = replace(plan, situation=replace(plan.situation, plain=where != "In DDP: "))
+        lines = _use(plan.situation, plan.recommendation.step, 1.0)
+        names |= {"torch": torch, "STEPS": 6 if "the first 10% of yours" in "".join(lines) else 60}
+        code = [re.sub(inner_code, "inner", line.partition(", which")[0]) for line in lines if line.startswith(where)]
+        assert code or where == "In DDP: " or name in FOR_DDP
+        for line in code:
+            found = []
+            for printed in (True, False):
+                model = model_of()
+                inner, ddp = inner_of(optimizer, model), DistributedDataParallel(model, bucket_cap_mb=1)
+                made = {"model": model, "inner": inner, "ddp": ddp, "optimizer": inner}
+                if printed:
+                    exec(line.removeprefix(where), names, made)
+                else:
+                    made["optimizer"] = plan.apply(model if plan.situation.plain else ddp, inner, steps=60)[1]
+                found.append(settings_of(made["optimizer"], ddp))
+            assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("way", OF_DDP, ids=lambda way: way.name)
@@ -620,6 +684,8 @@ def test_advise_in_python():
         ({"optimizer": torch.optim.Rprop([torch.zeros(2, requires_grad=True)])}, "optimizer is Rprop, expected"),
         ({"steps_per_second": 0}, "steps_per_second is 0, expected above 0"),
         ({"steps_per_second": float("nan")}, "steps_per_second is nan"),
+        ({"steps_per_second": float("inf")}, "steps_per_second is inf, expected above 0 and finite"),
+        ({"steps_per_second": 1e-320}, "steps_per_second is 1e-320, expected above 0 and finite"),
         ({"link": "10mbit"}, "link is '10mbit', expected a Link"),
         ({"ranks": None}, "ranks goes with link"),
         ({"link": None}, "ranks goes with link"),
@@ -628,6 +694,8 @@ def test_advise_in_python():
         ({"optimizer": "muon", "density": 0.1}, "density is of a selection, and nothing is selected for muon"),
         ({"ranks": 1}, "ranks is 1, expected a whole number of 2 or more"),
         ({"density": 2.0}, "density is 2.0, expected above 0"),
+        ({"density": [0.5, 1]}, "density is 1, expected above 0 and below 1, at which nothing is selected"),
+        ({"density": []}, r"density is \[\], expected a number, or several: leave it out"),
         ({"density": [0.1, 0.0]}, "density is 0.0, expected above 0"),
         ({"model": torch.nn.ReLU()}, "no parameter of the model requires a gradient"),
     ],
@@ -636,6 +704,12 @@ def test_arguments_that_make_no_sense(changes, said):
     given = {"model": model_of(), "steps_per_second": 4, "optimizer": "sgd", "link": "wan", "ranks": 8}
     with pytest.raises(ValueError, match=said):
         thinwire.advise(**given | changes)
+
+
+@pytest.mark.parametrize("changes", [{"steps_per_second": "4"}, {"density": "0.01"}, {"density": [0.1, True]}])
+def test_arguments_that_are_no_numbers(changes):
+    with pytest.raises(TypeError, match=r"(steps_per_second is '4'|density is ('0.01'|True)), expected a number"):
+        thinwire.advise(**{"model": model_of(), "steps_per_second": 4, "link": "wan", "ranks": 8} | changes)
 
 
 def test_one_rank_without_a_link_is_told():

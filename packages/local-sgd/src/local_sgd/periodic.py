@@ -167,8 +167,9 @@ class PeriodicAveraging(Wrapping):
         self.admit()
         self._refuse_other_parameters()
         self._unseen += 1
-        if self._unseen >= max(2, self._driver.nearest.length) and not self._warned:
-            self._warned = True  # once, where a boundary would have been
+        apart = self._driver.nearest.length // len(self._driver.fragments)
+        if self._unseen >= max(2, apart) and not self._warned:
+            self._warned = True  # once, where an exchange would have been
             warnings.warn(
                 f"{self._unseen} steps of {self.what} since the last average(), which counts them: ranks exchange "
                 "nothing, and go apart. Call optimizer.average() after every optimizer.step()",

@@ -207,7 +207,7 @@ def powersgd_sent(
 
 def powersgd_elements(shapes: Shapes, columns: int | None) -> tuple[int, int]:
     """Elements of the two sums of a bucket: Σ n·r and what is dense, Σ m·r; all of them in the first without r."""
-    low_rank, r = matrices_of(shapes, columns), columns or 0
+    low_rank, r = set(matrices_of(shapes, columns)), columns or 0
     dense = sum(shape.numel() for i, shape in enumerate(shapes) if i not in low_rank)
     sizes = [rows_and_columns(shapes[i]) for i in low_rank]
     return dense + r * sum(n for n, _ in sizes), r * sum(m for _, m in sizes)

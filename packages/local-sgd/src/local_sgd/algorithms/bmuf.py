@@ -75,6 +75,8 @@ class BMUF(PeriodicAveraging):
         nesterov: bool = True,
         **settings: Unpack[Settings],
     ) -> None:
+        if not isinstance(nesterov, bool):
+            raise TypeError(f"nesterov is {nesterov!r}, expected True or False")
         ζ = math.nan if block_rate is None else positive("block_rate", block_rate)
         η = math.nan if momentum is None else below_one("momentum", momentum)
-        super().__init__(optimizer, Filter(ζ, η, bool(nesterov)), sync_every=sync_every, **settings)
+        super().__init__(optimizer, Filter(ζ, η, nesterov), sync_every=sync_every, **settings)

@@ -72,11 +72,11 @@ def late(text: str) -> tuple[float, float] | str:
     return DELAY(seconds), SHARE(share)
 
 
-PARAMETERS = quantity("a whole number of 1 or more, 1,000,000,000,000,000 at most", 1, 10**15, whole=True)
+PARAMETERS = quantity("a whole number of 1 or more, 10,000,000,000,000 at most", 1, 10**13, whole=True)
 # Predictions for 4,096 ranks take seconds, and take O(P).
 RANKS = quantity("2 or more, 4,096 at most: one rank exchanges nothing", 2, 4096, whole=True)
 STEP_SECONDS = quantity("seconds > 0", sys.float_info.min, sys.float_info.max)
-DENSITY = quantity("0 < density <= 1", sys.float_info.min, 1)
+DENSITY = quantity("0 < density < 1: at 1 nothing is selected", sys.float_info.min, math.nextafter(1, 0))
 BANDWIDTH = quantity("1kbit to 100tbit, a rate such as 1gbit (a number alone is Gbit/s)", 1e-6, 1e5, units=RATES)
 LATENCY = quantity("0 to 60 s, a time such as 50us or 30ms (a number alone is seconds)", 0, 60, units=TIMES)
 
@@ -92,7 +92,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--density": {
         "type": DENSITY,
         "nargs": "+",
-        "help": "share that is sent, default 0.01 0.001; yours are advised even if they are known to learn worse",
+        "help": "share that is sent, default 0.01 0.001; yours are advised if faster, even if they learn worse",
     },
     "--link": {"choices": LINKS, "help": "assume this network instead of measuring"},
     "--bandwidth": {"type": BANDWIDTH, "metavar": "RATE", "help": "assume one of your own: 1gbit; alone: Gbit/s"},

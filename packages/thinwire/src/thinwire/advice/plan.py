@@ -55,7 +55,7 @@ def advise(
         optimizer: "sgd", "adam", "adamw" or "muon", or one of these, with which you train.
         link: A name that `thinwire advise --help` lists, or a `communicators.Link`; default: measured, by all ranks.
         ranks: With `link`: how many there will be.
-        density: One or several that are to be considered; yours are advised even if they are known to learn worse.
+        density: One or several that are considered; yours are advised if faster, even if they are known to learn worse.
         overlap: Whether gradients travel during backward; default: where the model is in DDP.
         stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all; or a
             list of seconds of this rank's steps without exchanges, whose fastest of all ranks sets `steps_per_second`.
@@ -63,13 +63,13 @@ def advise(
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
-        ValueError: An argument makes no sense.
+        ValueError, TypeError: An argument makes no sense.
         NoAdvice: There is but one rank, and no link.
     """
     name, trained = _named(optimizer), [p for p in model.parameters() if p.requires_grad]
-    densities = sorted({density} if isinstance(density, float | int) else set(density or DENSITIES), reverse=True)
+    densities = _densities(density)
     kind = data_of(model) if data is None else data
-    if wrong := _wrong(model, steps_per_second, link, ranks, densities) or _unfit(name, density, kind):
+    if wrong := _wrong(model, steps_per_second, link, ranks) or _unfit(name, density, kind):
         raise ValueError(wrong)
     assumed = LINKS[link] if isinstance(link, str) else link
     told, times = _late_of_all(stragglers, comm := join(assumed, comm))
@@ -129,8 +129,11 @@ class Plan:
         Raises:
             ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
                 which has sent the gradients before a way gets them; a hook of DDP without DDP, as where the advice was
-                for a model in DDP; or torch's PowerSGD over gloo in more than one bucket (the text has the size).
+                for a model in DDP; torch's PowerSGD over gloo in more than one bucket (the text has the size); other
+                `steps`; or an optimizer whose rate was adapted already.
         """
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+            raise ValueError(f"steps is {steps!r}, expected a whole number of 0 or more, or None for {USUAL_STEPS:,}")
         ranks = as_communicator(comm)
         if ranks.size not in (1, self.situation.ranks):
             raise ValueError(
@@ -173,27 +176,49 @@ class Plan:
         _refuse_ddp(ddp, way.name)
         if way.ddp_only:
             raise ValueError(f"{way.name} is a hook of DDP: give DistributedDataParallel(model), not the module itself")
+        adapts = way.rate != 1 and self.situation.optimizer != "muon"
+        if adapts and hasattr(optimizer, "_adapted_to"):
+            raise ValueError(
+                f"the learning rate is adapted to {optimizer._adapted_to} already: give an optimizer that was made anew"
+            )
         made = way.make(optimizer, model, comm, steps=total, every=way.every)
-        for group in optimizer.param_groups if way.rate != 1 and self.situation.optimizer != "muon" else ():
+        for group in optimizer.param_groups if adapts else ():
             for rate in {"lr", "initial_lr"} & group.keys():
                 group[rate] = group[rate] * way.rate
+            optimizer._adapted_to = way.name  # type: ignore[attr-defined]
         return made
 
 
-def _wrong(
-    model: nn.Module, speed: float, link: str | Link | None, ranks: int | None, densities: Sequence[float]
-) -> str:
-    """Reason why these arguments of `advise` make no sense; "" if they do."""
-    if not speed > 0:
-        return f"steps_per_second is {speed}, expected above 0"
+def _densities(density: float | Iterable[float] | None) -> list[float]:
+    """Densities that are considered, densest first. Raises TypeError or ValueError."""
+    usual = DENSITIES if density is None else density
+    given = list(usual) if isinstance(usual, Iterable) and not isinstance(usual, str) else [usual]
+    for each in given:
+        if not _is_number(each):
+            raise TypeError(f"density is {each!r}, expected a number, or several: the share of elements to send")
+        if not 0 < each < 1:
+            raise ValueError(f"density is {each}, expected above 0 and below 1, at which nothing is selected")
+    if not given:
+        raise ValueError(f"density is {density!r}, expected a number, or several: leave it out for the usual ones")
+    return sorted(set(given), reverse=True)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int | None) -> str:
+    """Reason why these arguments of `advise` make no sense; "" if they do. Raises TypeError."""
+    if not _is_number(speed):
+        raise TypeError(f"steps_per_second is {speed!r}, expected a number")
+    if not (speed > 0 and 0 < 1 / speed < math.inf):
+        return f"steps_per_second is {speed}, expected above 0 and finite, as the seconds of a step"
     if link is not None and not isinstance(link, Link) and link not in LINKS:
         return f"link is {link!r}, expected a Link(alpha, beta), None, or one of {', '.join(LINKS)}"
     if (link is None) != (ranks is None):
         return "ranks goes with link: both of an assumed network, or neither where ranks are running"
     if ranks is not None and not (isinstance(ranks, int) and ranks >= 2):
         return f"ranks is {ranks!r}, expected a whole number of 2 or more: one exchanges nothing"
-    if outside := [each for each in densities if not 0 < each <= 1]:
-        return f"density is {outside[0]}, expected above 0, and 1 at most"
     if not any(p.numel() for p in model.parameters() if p.requires_grad):
         return "no parameter of the model requires a gradient"
     return other_dtype(model)

@@ -62,7 +62,8 @@ def recommend(situation: Situation) -> Recommendation:
     passed = [s for s in steps if s.mean < eligible[0].mean and s not in eligible]
     faster = "accuracy" if passed else "fastest" if taken is eligible[0] else "as fast"
     rule = faster if worthwhile else "not worthwhile"
-    reason = " ".join([_reason(rule, p, other), *_passed_over(situation, passed)])
+    set_aside = _set_aside([*eligible, *steps], taken, dense) if situation.chosen else []
+    reason = " ".join([_reason(rule, p, other), *set_aside, *_passed_over(situation, passed)])
     advice, *lines = _use(situation, taken, dense) if worthwhile else _leave_off(situation, dense, best)
     return Recommendation(taken, rule, reason, other, "\n".join([advice, reason, *lines]))
 
@@ -113,6 +114,18 @@ def _learns(situation: Situation, p: Prediction) -> int:
     if found is None or (found.most <= MOST_BEHIND and found.few):
         return UNKNOWN
     return WELL if found.most <= MOST_BEHIND and found.pace else BADLY
+
+
+def _set_aside(steps: list[Step], taken: Step, dense: float) -> list[str]:
+    """Reason why none of the user's densities was taken; steps: the first selection is spoken of."""
+    if _selects(taken.prediction):
+        return []
+    own = next((s for s in steps if _selects(s.prediction)), None)
+    if own is None:
+        return ["Your density was set aside: of so few elements it selects all."]
+    takes, advised = (f"{step.until / dense:.2f}" for step in (own, taken))
+    until = f"takes {takes} of dense's time until it is as good, what is advised {advised}"
+    return [f"Your density was set aside: {_named(own)} {until}."]
 
 
 def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
@@ -171,8 +184,8 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     found = situation.known(p)
     steps = [_soon(found.pace, taken, dense)] if found and found.pace and found.most <= MOST_BEHIND else []
     if p.algorithm in WHOLE:
-        hook = f'In DDP: state = SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="{p.wire}")'
-        return [f"Use {p.name}: {gain}. {network}", *(_other_lines(situation, p) if _is_torchs(p) else [hook])]
+        lines = _other_lines(situation, p) if _is_torchs(p) else _dense_lines(situation, p)
+        return [f"Use {p.name}: {gain}. {network}", *lines]
     learns = in_words(situation.known(p), situation.optimizer, situation.ranks)
     if p.variant in BY_NAME:
         use = f"Use {p.variant}: over a whole training {gain}. {network}"
@@ -193,12 +206,21 @@ def _soon(pace: float, step: Step, dense: float) -> str:
     )
 
 
+def _dense_lines(situation: Situation, p: Prediction) -> list[str]:
+    """Code of our sum of whole gradients."""
+    setting, inner = f'algorithm="dense", wire="{p.wire}"', OPTIMIZERS[situation.optimizer]
+    return [
+        f"In DDP: state = SparseHookState.for_model(ddp, optimizer, {setting})",
+        f"Without DDP: optimizer = DistributedOptimizer({inner}, model.named_parameters(), {setting})",
+    ]
+
+
 def _lines(situation: Situation, p: Prediction) -> list[str]:
     """Code of a sparse exchange."""
     options = f", options={dict(p.options)}" if p.variant != p.algorithm else ""
     wire = f', wire="{p.wire}"' if p.wire != "fp32" else ""
     setting, steps = f'algorithm="{p.algorithm}"{options}{wire}', "STEPS: of your whole training, for the warm-up."
-    if not situation.sends_updates:
+    if not (situation.sends_updates or situation.plain):
         hook = f"SparseHookState.for_model(ddp, optimizer, steps=STEPS, density={p.density:.2g}, {setting})"
         return [f"In DDP: state = {hook}, which takes the momentum over from the optimizer.", steps]
     inner = OPTIMIZERS[situation.optimizer].replace("SGD(...)", "SGD(..., momentum=0.9)")

@@ -7,6 +7,7 @@ here. Those of the periodic ones: MuLoCo (Thérien et al., 2025), Streaming DiLo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +40,11 @@ FIRST_BUCKET = 1 << 20
 """Bytes of DDP's first bucket, where it was given no size."""
 TORCH_BF16 = "torch-bf16"
 SIDE = 1024
-"""Parameters of which no shapes are known are taken for matrices of so many rows and columns."""
+MOST_MATRICES = 1024
+"""Parameters of which no shapes are known are taken for matrices of so many rows and columns.
+
+Of more than so many matrices larger ones are taken instead: every prediction looks at each.
+"""
 
 
 class Work(NamedTuple):
@@ -286,7 +291,7 @@ def _beside(long: Traffic, short: Traffic) -> Traffic:
 def _local(*, int8: bool = False) -> Way:
     """Averages after every step at first, after every fourth later."""
     options = {"sync_every": 4} | ({"compress": "int8"} if int8 else {})
-    every = "lambda step: 4 if step >= STEPS // 10 else 1"
+    every = "lambda step: 4 if step >= STEPS else 1"
 
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         own: dict[str, Any] = {"outer": MEAN, "compress": "int8"} if int8 else {}
@@ -393,7 +398,8 @@ def elements(shapes: Shapes) -> int:
 
 
 def assumed_shapes(numel: int) -> tuple[torch.Size, ...]:
-    """Matrices of SIDE × SIDE, one of the rows that are left, and a vector of the last elements."""
-    matrices, left = divmod(numel, SIDE * SIDE)
-    rest = torch.Size((left // SIDE, SIDE)), torch.Size((left % SIDE,))
-    return (*[torch.Size((SIDE, SIDE))] * matrices, *(shape for shape in rest if shape.numel()))
+    """Square matrices, one of the rows that are left, and a vector of the last elements."""
+    side = max(SIDE, math.isqrt(numel // MOST_MATRICES))
+    matrices, left = divmod(numel, side * side)
+    rest = torch.Size((left // side, side)), torch.Size((left % side,))
+    return (*[torch.Size((side, side))] * matrices, *(shape for shape in rest if shape.numel()))
