@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -324,6 +325,16 @@ def test_gathered_evenly(counts):
     assert all(run_.start < run_.stop for rank in range(size) for run_ in shifts(counts, rank).values())
     assert max(even_counts(sum(counts), size)) - min(even_counts(sum(counts), size)) <= 1
     assert not is_uneven(even_counts(1000, size))
+
+
+def test_a_rank_s_traffic_is_reckoned_in_time_that_grows_with_the_ranks():
+    def seconds(size):
+        counts, begin = [9 * (rank % 9 == 0) for rank in range(size)], time.process_time()
+        gather_evenly_sent(0, torch.float32, counts, 9 * size, RAW)
+        return time.process_time() - begin
+
+    few, many = (min(seconds(size) for _ in range(3)) for size in (180, 1440))
+    assert many < 24 * few  # squares are 64 times as many
 
 
 @pytest.mark.parametrize("share", [1, 2, 4, 16])

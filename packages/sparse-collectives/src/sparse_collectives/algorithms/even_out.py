@@ -69,9 +69,11 @@ def gather_evenly_sent(rank: int, dtype: torch.dtype, counts: Sequence[int], num
     """Traffic of `gather_evenly`: evening out, where it is needed, in one round; then Bruck."""
     moved = Traffic(0, 0, 0)
     if is_uneven(counts):
-        gives = [run.stop - run.start for to, run in shifts(counts, rank).items() if to != rank]
-        takes = any(rank in shifts(counts, other) for other in range(len(counts)) if other != rank)
+        runs, even = shifts(counts, rank), even_counts(sum(counts), len(counts))
+        kept = runs.pop(rank, slice(0, 0))
+        gives = [run.stop - run.start for run in runs.values()]
+        takes = even[rank] > kept.stop - kept.start
         nbytes = sum(wire.block_nbytes(entries, numel, dtype) for entries in gives)
         moved = Traffic.of_bodies(nbytes, len(gives), int(takes or bool(gives)))
-        counts = even_counts(sum(counts), len(counts))
+        counts = even
     return Traffic.total(moved, Traffic.allgather([wire.block_nbytes(n, numel, dtype) for n in counts], rank))
