@@ -143,7 +143,11 @@ def find_out(
     network: dict[str, Any] = {"link": link, "link_name": link_name, "pairs": None}
     if link is None:
         say(f"measuring the link between {comm.size} ranks")
-        network = {"link": prediction.measure_traffic(comm), "link_name": "measured", "pairs": measure_link(comm)}
+        network = {
+            "link": prediction.measure_traffic(comm),
+            "link_name": "measured",
+            "pairs": measure_link(comm, repeats=REPEATS),
+        }
         network["paths"] = measure_paths(comm, nbytes=PATH_BYTES, repeats=1)
         network["torch_alpha"] = measure_torch_alpha(comm)
     found = Situation(
