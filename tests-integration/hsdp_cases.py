@@ -75,11 +75,14 @@ class Run:
             gradients[1][0].view(-1)[spoil] = torch.nan
         self.model(gradients).backward()
 
-    def step(self, step, backwards=1):
+    def step(self, step, backwards=1, forwards=1):
+        """forwards: of the model before a backward, as of a siamese one."""
         self.optimizer.zero_grad()
         for micro in range(backwards):
-            self.backward(10 * step + micro)
-            self.count(10 * step + micro)
+            given = [gradients_of(10 * step + micro + 5 * twice, dist.get_rank()) for twice in range(forwards)]
+            sum(map(self.model, given)).backward()
+            for twice in range(forwards):
+                self.count(10 * step + micro + 5 * twice)
         for name, p in self.model.named_parameters():
             self.applied[name] = self.applied.get(name, 0) + p.grad.full_tensor()
         self.optimizer.step()
@@ -122,7 +125,7 @@ def nothing_is_lost():
     for settings in ({}, {"algorithm": "spardl"}, {"algorithm": "oktopk"}, {"dense_below": 7}, {"nonfinite": "skip"}):
         run = Run(**settings)
         for step in range(5):
-            run.step(step, backwards=1 + step % 2)
+            run.step(step, backwards=1 + step % 2, forwards=1 + step // 3)
         run.check_conservation()
         assert any(bool(kept.any()) for kept in run.residuals().values())
 
@@ -132,7 +135,7 @@ def as_torchs_own_where_all_is_sent():
     whole, half = Run(density=1.0), Run(density=1.0, mp=MixedPrecisionPolicy(reduce_dtype=torch.float64))
     for step in range(4):
         for run in (own, whole, half, torchs):
-            run.step(step, backwards=2)
+            run.step(step, backwards=2, forwards=1 + step % 2)
     for run in (own, whole, half):
         for name, _ in torchs.model.named_parameters():
             assert torch.equal(run.applied[name], torchs.applied[name]), name

@@ -66,7 +66,7 @@ class HsdpState:
         self._comm, self._inside, ranks = joined(self._shards, between)
         self._exchange = Exchange(checked, self._comm, list(self._named), [], owner=OWNER, withholds=True)
         self._exchange.ranks = ranks
-        self._pending: list[tuple[Mean, Tensor]] = []
+        self._pending: dict[Shard, tuple[Mean, Tensor]] = {}
         self._error: CollectiveError | None = None
         broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=self._exchange.facts())
         self._watch = OptimizerWatch(OWNER, INSTEAD, checked)
@@ -175,9 +175,11 @@ class HsdpState:
         bucket, waits = shard.bucket(flat), shard.may_wait(flat)
         numel = self._inside.size * sum(one.numel for one in self._shards)
         try:
-            self._pending.append((self._exchange.start(bucket, flat, of=numel), flat))
+            if shard in self._pending:  # used twice: FSDP adds this gradient to the first one's mean
+                self._finish([self._pending.pop(shard)])
+            self._pending[shard] = self._exchange.start(bucket, flat, of=numel), flat
             if not waits:
-                self._finish([self._pending.pop()])
+                self._finish([self._pending.pop(shard)])
         except CollectiveError as error:
             self._error = self._error or error
 
@@ -198,7 +200,7 @@ class HsdpState:
         """Waits, after backward has ended on every rank, for exchanges under way; all ranks learn the outcome."""
         self._backward = None
         self._exchange.tally.waiting_since = self._comm.clock()
-        pending, self._pending = self._pending, []
+        pending, self._pending = list(self._pending.values()), {}
         try:
             self._finish(pending)
         except CollectiveError as error:
@@ -223,7 +225,7 @@ class HsdpState:
         if self._backward is None or self._backward() is not None:
             return
         self._backward = None
-        pending, self._pending = self._pending, []
+        pending, self._pending = list(self._pending.values()), {}
         with suppress(CollectiveError):  # of ranks that did not get so far: the next exchange says so again
             self._finish(pending)
         self._take_back()
