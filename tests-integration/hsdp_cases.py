@@ -142,6 +142,17 @@ def as_torchs_own_where_all_is_sent():
             assert torch.equal(dict(run.model.named_parameters())[name].full_tensor(), -run.applied[name])
 
 
+def a_step_begins_though_gradients_of_another_optimizer_stand():
+    """None began after the first one: schedules stood still, and nothing was committed."""
+    run = Run()
+    part = torch.optim.SGD(run.model.first.parameters(), lr=1.0)
+    for step in range(3):
+        part.zero_grad()
+        run.backward(step)
+        part.step()
+    assert run.state.stats()["steps"] == 3
+
+
 def exchanges_go_on_during_backward():
     run, under_way = Run(), []
     gradients = gradients_of(0, dist.get_rank())
@@ -483,6 +494,7 @@ def a_bad_match_of_optimizer_is_said_once():
 
 
 LAWS = [
+    a_step_begins_though_gradients_of_another_optimizer_stand,
     no_nan_stays_after_the_error,
     a_backward_that_breaks_off_is_over,
     the_settings_are_said_and_fixed,

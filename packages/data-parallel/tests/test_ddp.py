@@ -361,6 +361,8 @@ def test_the_hook_exchanges_for_plain_optimizers_alone(other):
     state = hooked(ddp, [sgd(ddp.module.parameters())], {"density": 0.5}, grad_scaler=None, how="")
     ddp(torch.ones(1, 3)).sum().backward()
     assert state.stats()["steps"] == 1
+    again = hooked(ddp, [sgd(ddp.module.parameters())], {"density": 0.5}, grad_scaler=None, how="")
+    assert again is state  # a second training, to which DDP would take no hook
 
 
 def test_ddp_leaves_the_exchange_to_optimizers_where_all_have_one():
@@ -369,4 +371,8 @@ def test_ddp_leaves_the_exchange_to_optimizers_where_all_have_one():
     for optimizers in ([], [sgd(ddp.module.parameters())], [ours, sgd(ddp.module.parameters())]):
         with pytest.raises(TypeError, match="expected DistributedOptimizer or UpdateOptimizer for each"):
             left_to_optimizers(ddp, optimizers, how="")
-    assert left_to_optimizers(ddp, [ours, theirs], how="") == [ours, theirs.optimizer]
+    for _ in range(2):
+        assert left_to_optimizers(ddp, [ours, theirs], how="") == [ours, theirs.optimizer]
+    overlapped = DistributedOptimizer(sgd(ddp.parameters(), momentum=0.0), ddp.named_parameters(), overlap=True)
+    with pytest.raises(TypeError, match="take overlap=False, or SparseGradients"):
+        left_to_optimizers(ddp, [overlapped], how="")

@@ -338,6 +338,11 @@ class DistributedOptimizer(ExchangingOptimizer):
         self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}, {overlap=}")
         self.enter()
 
+    @property
+    def overlap(self) -> bool:
+        """Whether exchanges start during backward."""
+        return self._overlaps
+
     def synchronize(self) -> None:
         """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
 

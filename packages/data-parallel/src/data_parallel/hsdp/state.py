@@ -67,6 +67,7 @@ class HsdpState:
         self._exchange = Exchange(checked, self._comm, list(self._named), [], owner=OWNER, withholds=True)
         self._exchange.ranks = ranks
         self._pending: dict[Shard, tuple[Mean, Tensor]] = {}
+        self._given: Sequence[Tensor] = []  # parameters with gradients after the last backward
         self._error: CollectiveError | None = None
         broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=self._exchange.facts())
         self._watch = OptimizerWatch(OWNER, INSTEAD, checked)
@@ -184,11 +185,12 @@ class HsdpState:
             self._error = self._error or error
 
     def _begin(self) -> None:
-        """Begins a backward at its first gradient; also a new step, unless gradients exist already."""
+        """Begins a backward at its first gradient; also a new step, unless all gradients of the last one stand."""
         self._error, end = None, partial(self._end)
         self._backward = weakref.ref(end)
         self._at_the_end(end)
-        if any(p.grad is not None and bool(part_of(p.grad).any()) for p in self._named.values()):
+        held = [p.grad for p in self._given if p.grad is not None]
+        if len(held) == len(self._given) and any(bool(part_of(gradient).any()) for gradient in held):
             return
         try:
             self._exchange.begin_step()
@@ -211,8 +213,9 @@ class HsdpState:
             if failure is not None:
                 raise failure
             self._exchange.skipped += 1
-        elif self._exchange.scheme.selects:
-            held = [p for p in self._named.values() if p.grad is not None]
+            return
+        self._given = held = [p for p in self._named.values() if p.grad is not None]
+        if self._exchange.scheme.selects:
             self._watch.note(held, [part_of(p.grad) for p in held], self._exchange.taken)
 
     def _take_back(self) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from data_parallel.ddp.hook import SparseHookState, sparse_hook
-from data_parallel.optimizer import ExchangingOptimizer
+from data_parallel.optimizer import DistributedOptimizer, ExchangingOptimizer
 from data_parallel.update_optimizer import UpdateOptimizer
+
+EXCHANGED_BY = "_exchanged_by"
+"""Attribute of a DDP module: the state of its hook, None where optimizers exchange. DDP takes a hook only once."""
 
 
 def hooked(
@@ -20,11 +23,14 @@ def hooked(
 ) -> SparseHookState:
     """The hook, with the module's own names and group; see `SparseHookState` for the settings.
 
-    how: what the user writes so that the framework wraps the module in DDP.
+    how: what the user writes so that the framework wraps the module in DDP, in which a further training finds the state
+    of the first.
 
     Raises TypeError for a module without DDP, and where an optimizer exchanges too.
     """
     ddp = _ddp_of(model, how)
+    if (known := vars(ddp).get(EXCHANGED_BY)) is not None:
+        return cast(SparseHookState, known)
     if any(isinstance(inner_of(optimizer), ExchangingOptimizer) for optimizer in optimizers):
         raise TypeError(
             "a DistributedOptimizer, or UpdateOptimizer, exchanges by itself: take DistributedOptimizers in place of "
@@ -34,6 +40,7 @@ def hooked(
         ddp.process_group, grad_scaler=grad_scaler, named_parameters=ddp.module.named_parameters(), **settings
     )
     ddp.register_comm_hook(state, sparse_hook)
+    vars(ddp)[EXCHANGED_BY] = state
     return state
 
 
@@ -50,7 +57,14 @@ def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> li
             f"the optimizers are {kinds}, expected DistributedOptimizer or UpdateOptimizer for each: DDP leaves the "
             "exchange to them"
         )
-    ddp.register_comm_hook(None, noop_hook)
+    if any(isinstance(optimizer, DistributedOptimizer) and optimizer.overlap for optimizer in found):
+        raise TypeError(
+            "a DistributedOptimizer with overlap=True sends gradients in backward, at whose end DDP, though it "
+            "exchanges nothing, puts its own copies in their place: take overlap=False, or SparseGradients"
+        )
+    if EXCHANGED_BY not in vars(ddp):
+        ddp.register_comm_hook(None, noop_hook)
+        vars(ddp)[EXCHANGED_BY] = None
     return found
 
 
