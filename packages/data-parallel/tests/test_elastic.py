@@ -360,6 +360,27 @@ def test_a_newcomers_scheduler_goes_on_with_the_others(overlap, falls):
     assert all(first[step] == rates for step, rates in newcomer.items())
 
 
+def test_a_newcomer_whose_scheduler_is_not_carried_is_told_at_once():
+    """Replicas went apart until the hundredth step."""
+
+    def body(comm):
+        if comm.rank == RANKS - 1:
+            comm.elapse(ARRIVES)
+        model = new_model(SHAPES)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm=Elastic(comm), density=0.5)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        with pytest.raises(CollectiveError, match=r"get a scheduler's state by Elastic\.carry"):
+            for _ in range(90):
+                comm.elapse(0.001)
+                sum(p.square().sum() for p in model.parameters()).backward()
+                optimizer.step()
+                scheduler.step()
+        return True
+
+    assert SimulatedWorld(RANKS).run(body) == [True] * RANKS
+
+
 def test_a_second_optimizer_on_one_elastic_is_refused():
     def body(comm):
         world = Elastic(comm, start_with=RANKS)

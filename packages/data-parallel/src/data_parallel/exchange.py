@@ -32,7 +32,7 @@ from data_parallel.tally import Tally
 SHARED = ("lr", "momentum", "betas", "weight_decay")
 """Settings of parameter groups that ranks share; an optimizer may adapt other values there, each rank its own."""
 GROUPS_EVERY = 100
-"""Steps between two comparisons of parameter groups' settings, the first of which is in the first step."""
+"""Steps between two comparisons of parameter groups' settings, from the first step on; 1 with an `Elastic`."""
 HASHES = 1 << 48
 """Number of different hashes in statistics: whole numbers that float64, and so every logger, holds exactly."""
 
@@ -125,13 +125,15 @@ class Exchange:
     def share(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         """Makes facts of the step that begins, unless `verify` is 0: the first parameters, and the groups' settings."""
         self.shared = ""
-        if self.settings.verify == 0 or not (self._begins or self.taken % GROUPS_EVERY == 0):
+        elastic = self.comm.elastic  # who comes later may lack a scheduler's state
+        if self.settings.verify == 0 or not (self._begins or elastic or self.taken % GROUPS_EVERY == 0):
             return
         begun = ""
         if self._begins:
             digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
             begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
-        self.shared = f" with {_shared_settings(optimizer)}{begun}"
+        carried = " (newcomers get a scheduler's state by Elastic.carry)" if elastic else ""
+        self.shared = f" with {_shared_settings(optimizer)}{carried}{begun}"
 
     def count_step(self, parameters: Mapping[str, Tensor], *, when: str = "before") -> None:
         """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ.

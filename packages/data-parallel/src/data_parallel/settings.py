@@ -58,7 +58,7 @@ class ExchangeSettings(TypedDict, total=False):
         verify: Number of steps between comparisons of a hash of the parameters across ranks. A difference is a
             CollectiveError on every rank that says who and where; None, the default: never. Unless it is 0, the ranks
             of an optimizer also compare a hash of the parameters in the first exchange, and the groups' settings, such
-            as rates, in that of every 100th step, at no extra cost.
+            as rates, in that of every 100th step (of an `Elastic` in every one), at no extra cost.
     """
 
     density: float | DensitySchedule | None

@@ -99,7 +99,8 @@ class SparseHookState:
     `no_sync()`, multiply the density by the number of backwards.
 
     Every gradient of a backward is sent sooner or later, even if the training loop discards it, such as the gradient of
-    a GAN's generator loss in its discriminator. Freeze parameters that must not learn with requires_grad_(False).
+    a GAN's generator loss in its discriminator. Freeze parameters that must not learn with requires_grad_(False): where
+    an optimizer has a part of them, the others' standing gradients are taken for a step that goes on.
 
     The state checks every seven steps how the optimizer uses the means, and warns about momentum in both places, Adam,
     and clipping after the exchange, because they were measured to learn badly; and, with `named_parameters`, about an
