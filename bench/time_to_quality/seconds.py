@@ -6,6 +6,7 @@ A training has phases: all is sent at first, then little; ranks take steps alone
 
 import json
 import math
+import os
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -103,7 +104,8 @@ def measured(cell: Cell, cases: Sequence[Case], folder: Path) -> Measured:
     seconds = {name: [max(turn) for turn in zip(*(one[name] for one in of), strict=True)] for name in of[0]}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / JOURNAL).open("a") as file:
-        file.write(json.dumps({"cell": cell, "seconds": seconds, "advised": advised}) + "\n")
+        kept = {"cell": cell, "first": told[0]["first"], "seconds": seconds, "advised": advised}
+        file.write(json.dumps(kept) + "\n")
     return Measured(seconds, advised and Case(*advised))
 
 
@@ -135,7 +137,8 @@ def on_rank(asked: Sequence[Any], cases: Iterable[Sequence[Any]]) -> None:
     found = in_turns(turns, TURNS, before=dist.barrier)
     for training in trainings:
         training.finish()
-    tell({"seconds": found, "advised": _advised(cell, statistics.median(found[Case(ALONE).name]))})
+    advised = _advised(cell, statistics.median(found[Case(ALONE).name]))
+    tell({"seconds": found, "advised": advised, "first": os.sched_getscheduler(0) == os.SCHED_FIFO})
 
 
 def _advised(cell: Cell, alone: float) -> Case | None:

@@ -243,8 +243,9 @@ def test_for_model_keeps_the_strength_of_weight_decay():
     """Which is a gradient that momentum would have taken ten times."""
     _, optimizer, _ = by_hook(lambda parameters: sgd(parameters, weight_decay=0.25, momentum=0.75))
     assert optimizer.param_groups[0]["weight_decay"] == 1.0
-    _, optimizer, _ = by_hook(lambda parameters: sgd(parameters, weight_decay=0.25), algorithm="dense")
-    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+    for given in ({"algorithm": "dense"}, {"momentum": 0.0}):
+        _, optimizer, _ = by_hook(lambda parameters: sgd(parameters, weight_decay=0.25), **given)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
 def test_for_model_finds_the_momentum_that_another_for_model_has_moved():
@@ -255,6 +256,13 @@ def test_for_model_finds_the_momentum_that_another_for_model_has_moved():
         made = SparseHookState.for_model(DistributedDataParallel(ddp.module), again)
         assert made._settings.momentum == state._settings.momentum == 0.9
         assert again.param_groups[0]["weight_decay"] == decay
+
+
+def test_for_model_finds_the_momentum_of_groups_too():
+    ddp, optimizer, _ = by_hook(
+        lambda parameters: torch.optim.SGD([{"params": [*parameters], "momentum": 0.9}], lr=0.1)
+    )
+    assert SparseHookState.for_model(DistributedDataParallel(ddp.module), optimizer)._settings.momentum == 0.9
 
 
 def test_for_model_refuses_the_optimizer_of_another_model():
@@ -363,6 +371,13 @@ def test_the_hook_exchanges_for_plain_optimizers_alone(other):
     assert state.stats()["steps"] == 1
     again = hooked(ddp, [sgd(ddp.module.parameters())], {"density": 0.5}, grad_scaler=None, how="")
     assert again is state  # a second training, to which DDP would take no hook
+    for wrong in ([other(ddp.module)], []):
+        with pytest.raises(TypeError, match="exchanges by itself" if wrong else "an exchange with other settings"):
+            hooked(ddp, wrong, {"density": 0.4}, grad_scaler=None, how="")
+    with pytest.raises(TypeError, match="has a sparse hook already"):
+        left_to_optimizers(ddp, [exchanging(ddp.module)], how="")
+    copied = copy.deepcopy(ddp)
+    assert hooked(copied, [], {"density": 0.5}, grad_scaler=None, how="") is not state
 
 
 def test_ddp_leaves_the_exchange_to_optimizers_where_all_have_one():

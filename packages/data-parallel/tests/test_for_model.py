@@ -219,6 +219,27 @@ def test_a_beta1_that_was_set_again_is_told_of(loads):
     optimizer.step()
 
 
+def test_a_beta1_of_ones_own_is_not_told_of():
+    model = model_of()
+    groups = [{"params": [p], "betas": (beta1, 0.999)} for p, beta1 in zip(model.parameters(), (0.9, 0.95, 0.9, 0.5))]
+    for given in ({}, {"beta1": 0.9}, {"beta1": None}):
+        optimizer = UpdateOptimizer.for_model(torch.optim.AdamW(groups), model, **given)
+        model(batch(0, 0)).square().mean().backward()
+        optimizer.step()
+
+
+def test_settings_that_are_refused_leave_the_first_optimizer_in_place():
+    model = model_of()
+    first = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model)
+    other = INNER["adamw"](model.parameters())
+    with pytest.raises(ValueError, match="wire"):
+        UpdateOptimizer.for_model(other, model, wire="nonsense")
+    assert other.param_groups[0]["betas"][0] == 0.9
+    model(batch(0, 0)).square().mean().backward()
+    assert first.is_ahead
+    first.step()
+
+
 def test_autocast_forgets_what_it_cast_ahead():
     """Within one region an evaluation took the weights of ahead(), which are this rank's own."""
     model = model_of()

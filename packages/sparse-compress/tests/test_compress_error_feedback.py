@@ -92,6 +92,13 @@ def test_where_all_is_sent_momentum_is_as_without_compression(n, withhold, selec
         assert not feedback.residual("w").any()
 
 
+def test_where_all_is_sent_what_is_not_finite_leaves_nothing():
+    feedback = ErrorFeedback(TopK(1.0), momentum=0.5)
+    for value in (2.0, float("inf"), float("nan")):
+        feedback.compress("w", torch.tensor([4.0, value]))
+    assert feedback.compress("w", torch.zeros(2)).to_dense().tolist() == [3.5, 0.0]
+
+
 def test_residual_is_kept_in_float32_and_in_the_gradients_shape():
     feedback = ErrorFeedback(TopK(0.5))
     gradient = torch.tensor([[1.0, 2.0**-9], [4.0, 5.0]], dtype=torch.bfloat16)

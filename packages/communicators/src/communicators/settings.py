@@ -1,22 +1,29 @@
 """Settings of a class of one's own, which ranks compare: the fields of its dataclass, and nothing else."""
 
-from inspect import get_annotations
+from inspect import get_annotations, getattr_static, signature
 
 
 def check_settings(kind: type, base: type, *, dataclass: str = "@dataclass(frozen=True)") -> None:
-    """Raises TypeError for settings that are no fields, so that ranks could not compare them, nor options set them.
+    """Refuses settings that are no fields of a dataclass, so that ranks could not compare them, nor options set them.
 
-    kind: a subclass of `base`. dataclass: the decorator that such classes have.
+    Args:
+        kind: A subclass of `base`.
+        base: The class of the family, whose own names are no settings.
+        dataclass: The decorator that such classes have.
+
+    Raises:
+        TypeError: There are some: an annotated name without the decorator, or an `__init__` of one's own.
     """
+    known, effective = getattr(kind, "__dataclass_fields__", {}), getattr_static(kind, "__init__")
     for one in kind.__mro__[: kind.__mro__.index(base)]:
-        if "__dataclass_fields__" in vars(one):
-            continue
         bare = [
             name
             for name, declared in get_annotations(one).items()
-            if not (hasattr(base, name) or name.startswith("_") or "ClassVar" in str(declared))
+            if not (name in known or hasattr(base, name) or name.startswith("_") or "ClassVar" in str(declared))
         ]
-        if bare or "__init__" in vars(one):
+        init, decorated = vars(one).get("__init__"), "__dataclass_fields__" in vars(one)
+        own = init is effective and not (decorated and {*signature(init).parameters} <= {*known, "self"})
+        if bare or own:
             fault = f"declares {', '.join(bare)} as no field" if bare else "has an __init__ of its own"
             raise TypeError(
                 f"{one.__name__} {fault}, so ranks could not compare its settings: put {dataclass} above it, "

@@ -457,11 +457,15 @@ def wait_for_all(begun: Iterable[Any], lost: CollectiveError | None = None) -> l
     return found
 
 
+def _plain(value: Any) -> Any:
+    return torch.as_tensor(value, dtype=torch.float64).tolist()
+
+
 def _shared_settings(optimizer: Optimizer) -> str:
     """`SHARED` settings of all parameter groups, as a fact, in plain numbers: a tensor's text is rounded."""
     groups = [[(name, group[name]) for name in SHARED if group.get(name)] for group in optimizer.param_groups]
     said = [
-        ", ".join(f"{name} {torch.as_tensor(value, dtype=torch.float64).tolist()}" for name, value in group)
+        ", ".join(f"{name} {value if isinstance(value, float) else _plain(value)}" for name, value in group)
         for group in groups
     ]
     return f"parameter groups of {'; '.join(said)}"

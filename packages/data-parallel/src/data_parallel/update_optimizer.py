@@ -111,7 +111,7 @@ class UpdateOptimizer(ExchangingOptimizer):
             warnings.warn(said, stacklevel=2)
         self._step_correction = AdamStepCorrection(optimizer, self.comm)
         self._followed: FollowedModule | None = None
-        self._beta1: float | None = None  # where for_model has set it, until it was found to be another
+        self._lowered: dict[int, float] = {}  # Adam's β₁ by group, where for_model has set it, until it is another
         self._lookahead = ErrorLookahead(self._sent, self._exchange, lambda: ahead_by(optimizer, self.comm.size))
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
@@ -154,14 +154,18 @@ class UpdateOptimizer(ExchangingOptimizer):
         Returns:
             The wrapped optimizer.
         """
-        usual = [group for group in optimizer.param_groups if group.get("betas", (0.0,))[0] == ADAMS_BETA1]
-        for group in usual if beta1 is not None else ():
-            group["betas"] = (beta1, *group["betas"][1:])
+        Settings.of(cls, {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__})
+        for group in optimizer.param_groups if beta1 is not None else ():
+            if group.get("betas", (0.0,))[0] == ADAMS_BETA1:
+                group["betas"] = (beta1, *group["betas"][1:])
         FollowedModule.unfollow(model)
         density = scheduled(density, steps, settings.get("compressor"))
         given: dict[str, Any] = {"density": density, "dense_below": TINY, **settings}
         made = cls(optimizer, model.named_parameters(), **given)
-        made._followed, made._beta1 = FollowedModule(model, made._lookahead), beta1 if usual else None
+        made._followed = FollowedModule(model, made._lookahead)
+        if beta1 is not None and beta1 < LEAST_CYCLED:
+            has = [group.get("betas", (0.0,))[0] == beta1 for group in optimizer.param_groups]
+            made._lowered = {position: beta1 for position, lowered in enumerate(has) if lowered}
         return made
 
     @property
@@ -260,10 +264,11 @@ class UpdateOptimizer(ExchangingOptimizer):
         return take_back
 
     def _tell_of_beta1(self) -> None:
-        found = [group["betas"][0] for group in self.optimizer.param_groups if "betas" in group]
-        if self._beta1 is not None and max(found, default=0.0) >= LEAST_CYCLED:
-            warnings.warn(AGAIN.format(found=max(found), beta1=self._beta1), stacklevel=4)
-            self._beta1 = None
+        for position, beta1 in list(self._lowered.items()):
+            if (found := self.optimizer.param_groups[position]["betas"][0]) >= LEAST_CYCLED:
+                warnings.warn(AGAIN.format(found=found, beta1=beta1), stacklevel=4)
+                self._lowered.clear()
+                return
 
     def _refuse_mid_step(self, what: str) -> None:
         if self._followed is not None:

@@ -64,6 +64,8 @@ class Accumulator:
         """
         residual, *velocity = self.flat()
         if len(sent) == sent.numel:
+            for tensor in velocity:
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
             velocity = []
         if library := kernels(residual):
             library.sc_take_out(residual.data_ptr(), velocity[0].data_ptr() if velocity else None, *sent.run)

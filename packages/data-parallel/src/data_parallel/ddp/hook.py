@@ -194,7 +194,9 @@ class SparseHookState:
         made = cls(**{"process_group": elsewhere, "named_parameters": named, **settings})
         ddp.register_comm_hook(made, sparse_hook)
         for group in optimizer.param_groups if checked.may_select else ():
-            group["weight_decay"] /= 1 - group["momentum"]
+            if group["momentum"]:
+                group["weight_decay"] /= 1 - made._settings.momentum
+                optimizer.defaults["momentum"] = group["momentum"]  # for another `for_model`
             group["momentum"] = 0.0
         return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -14,8 +15,8 @@ from data_parallel.ddp.hook import SparseHookState, sparse_hook
 from data_parallel.optimizer import DistributedOptimizer, ExchangingOptimizer
 from data_parallel.update_optimizer import UpdateOptimizer
 
-EXCHANGED_BY = "_exchanged_by"
-"""Attribute of a DDP module: the state of its hook, None where optimizers exchange. DDP takes a hook only once."""
+_EXCHANGED_BY: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
+"""Hook's state, settings and scaler by DDP module, () where optimizers exchange. DDP takes a hook only once."""
 
 
 def hooked(
@@ -23,24 +24,27 @@ def hooked(
 ) -> SparseHookState:
     """The hook, with the module's own names and group; see `SparseHookState` for the settings.
 
-    how: what the user writes so that the framework wraps the module in DDP, in which a further training finds the state
-    of the first.
+    how: what the user writes so that the framework wraps the module in DDP, in which a further training with the same
+    settings finds the state of the first.
 
-    Raises TypeError for a module without DDP, and where an optimizer exchanges too.
+    Raises TypeError for a module without DDP or with another exchange, and where an optimizer exchanges too.
     """
     ddp = _ddp_of(model, how)
-    if (known := vars(ddp).get(EXCHANGED_BY)) is not None:
-        return cast(SparseHookState, known)
     if any(isinstance(inner_of(optimizer), ExchangingOptimizer) for optimizer in optimizers):
         raise TypeError(
             "a DistributedOptimizer, or UpdateOptimizer, exchanges by itself: take DistributedOptimizers in place of "
             "SparseGradients, or the hook with a plain optimizer"
         )
+    if ddp in _EXCHANGED_BY:
+        first, *known = _EXCHANGED_BY[ddp] or (None,)
+        if known != [dict(settings), grad_scaler]:
+            raise TypeError("this DDP module has an exchange with other settings already: wrap the model anew")
+        return cast(SparseHookState, first)
     state = SparseHookState(
         ddp.process_group, grad_scaler=grad_scaler, named_parameters=ddp.module.named_parameters(), **settings
     )
     ddp.register_comm_hook(state, sparse_hook)
-    vars(ddp)[EXCHANGED_BY] = state
+    _EXCHANGED_BY[ddp] = state, dict(settings), grad_scaler
     return state
 
 
@@ -62,9 +66,11 @@ def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> li
             "a DistributedOptimizer with overlap=True sends gradients in backward, at whose end DDP, though it "
             "exchanges nothing, puts its own copies in their place: take overlap=False, or SparseGradients"
         )
-    if EXCHANGED_BY not in vars(ddp):
+    if _EXCHANGED_BY.get(ddp):
+        raise TypeError("this DDP module has a sparse hook already, and would exchange twice: wrap the model anew")
+    if ddp not in _EXCHANGED_BY:
         ddp.register_comm_hook(None, noop_hook)
-        vars(ddp)[EXCHANGED_BY] = None
+        _EXCHANGED_BY[ddp] = ()
     return found
 
 

@@ -134,6 +134,10 @@ class Plan:
         """
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
             raise ValueError(f"steps is {steps!r}, expected a whole number of 0 or more, or None for {USUAL_STEPS:,}")
+        if hasattr(optimizer, "_adapted_to"):
+            raise ValueError(
+                f"the learning rate is adapted to {optimizer._adapted_to} already: give an optimizer that was made anew"
+            )
         ranks = as_communicator(comm)
         if ranks.size not in (1, self.situation.ranks):
             raise ValueError(
@@ -177,10 +181,6 @@ class Plan:
         if way.ddp_only:
             raise ValueError(f"{way.name} is a hook of DDP: give DistributedDataParallel(model), not the module itself")
         adapts = way.rate != 1 and self.situation.optimizer != "muon"
-        if adapts and hasattr(optimizer, "_adapted_to"):
-            raise ValueError(
-                f"the learning rate is adapted to {optimizer._adapted_to} already: give an optimizer that was made anew"
-            )
         made = way.make(optimizer, model, comm, steps=total, every=way.every)
         for group in optimizer.param_groups if adapts else ():
             for rate in {"lr", "initial_lr"} & group.keys():
