@@ -221,9 +221,10 @@ def test_a_beta1_that_was_set_again_is_told_of(loads):
 
 def test_a_beta1_of_ones_own_is_not_told_of():
     model = model_of()
-    groups = [{"params": [p], "betas": (beta1, 0.999)} for p, beta1 in zip(model.parameters(), (0.9, 0.95, 0.9, 0.5))]
-    for given in ({}, {"beta1": 0.9}, {"beta1": None}):
-        optimizer = UpdateOptimizer.for_model(torch.optim.AdamW(groups), model, **given)
+    parameters = zip(model.parameters(), (0.9, 0.95, 0.9, 0.5), strict=True)
+    groups = [{"params": [p], "betas": (beta1, 0.999)} for p, beta1 in parameters]
+    for settings in ({}, {"beta1": 0.9}, {"beta1": None}):
+        optimizer = UpdateOptimizer.for_model(torch.optim.AdamW(groups), model, **settings)
         model(batch(0, 0)).square().mean().backward()
         optimizer.step()
 

@@ -284,8 +284,8 @@ def test_fewer_examples_leave_out_no_size_wire_or_shape(most):
         (Other(), "reference"),
         (Deaf(), "wires: .* bytes on .*must use self.wire"),
         (called("scalar", initial_state=lambda self: {"calls": np.int64(0)}), r"weights_only=True\) refuses .*int64"),
-        (selecting(lambda x: SparseVector.empty(len(x))), "select returned .*entries=0"),
-        (selecting(lambda x: topk(x, len(x))), "select returned .* of 1 to k"),
+        (selecting(lambda x: SparseVector.empty(len(x))), "select returned no entry on any"),
+        (selecting(lambda x: topk(x, len(x))), "select returned .* entries at most"),
     ],
 )
 def test_the_laws_find_what_is_wrong(wrong, says):
