@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from communicators import Link, Paths
@@ -102,12 +103,16 @@ class Situation:
     def sends_updates(self) -> bool:
         """Whether the optimizer's updates are sent, which exist only after backward has ended.
 
-        With SGD a DDP hook may send gradients during backward, unless that is known to learn badly on this many ranks.
+        With SGD a DDP hook may send gradients during backward, unless that is known to learn badly on this many ranks,
+        or to take more steps.
         """
-        if self.optimizer == "muon":
-            return False
-        hook = known("sgd", "gtopk", 0.01, "fp32", self.ranks, sends="gradients", data=self.data)
-        return self.optimizer != "sgd" or (hook is not None and hook.most > MOST_BEHIND)
+        if self.optimizer != "sgd":
+            return self.optimizer != "muon"
+        of = partial(known, "sgd", "gtopk", 0.01, "fp32", self.ranks, data=self.data)
+        hook, updates = of(sends="gradients"), of(sends="updates")
+        if hook is None or hook.most > MOST_BEHIND:
+            return hook is not None
+        return updates is not None and (updates.pace or math.inf) < (hook.pace or math.inf)
 
     def known(self, p: Prediction) -> Known | None:
         """Measured accuracy of an exchange in this situation; None for whole gradients, or where nobody measured it."""
