@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 
 STEPS = 6
 SHAPES = {"a": (5, 3), "b": (7,), "c": (40,), "d": (1,), "e": (4, 4)}
+FOLDERS = list[tempfile.TemporaryDirectory[str]]()
 
 
 class Linear(nn.Module):
@@ -437,6 +438,15 @@ def errors_in_the_first_backward_after_a_checkpoint():
         second.ddp(gradients).backward()
 
 
+def folder():
+    """A folder for all ranks, which rank 0 removes when it ends."""
+    if dist.get_rank() == 0:
+        FOLDERS.append(tempfile.TemporaryDirectory())
+    found = [FOLDERS[-1].name if FOLDERS else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 def distributed_checkpoint():
     """The usual resume: what a new state reports is what is loaded into."""
     for algorithm, momentum in [
@@ -449,14 +459,13 @@ def distributed_checkpoint():
         run, template, stateful = (Run(algorithm=algorithm, momentum=momentum) for _ in range(3))
         for step in range(3):
             run.step(step)
-        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(folder)
+        where = folder()
         key = f"hook {dist.get_rank()}"
-        dcp.save({key: run.state}, checkpoint_id=folder[0])
+        dcp.save({key: run.state}, checkpoint_id=where)
         loaded = {key: template.state.state_dict()}
-        dcp.load(loaded, checkpoint_id=folder[0])
+        dcp.load(loaded, checkpoint_id=where)
         template.state.load_state_dict(loaded[key])
-        dcp.load({key: stateful.state}, checkpoint_id=folder[0])
+        dcp.load({key: stateful.state}, checkpoint_id=where)
         own = run.state.state_dict()["distributed"]
         for state in (template.state, stateful.state):
             found = state.state_dict()["distributed"]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data_parallel import DistributedOptimizer, SparseHookState, reshard_residuals, sparse_hook
 from data_parallel.schemes.table import COMPRESSORS
-from ddp_cases import Run, all_steps, gradients_of
+from ddp_cases import Run, all_steps, folder, gradients_of
 from sparse_compress import RandomK
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,12 +17,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 from torch.nn.parallel import DistributedDataParallel
 
 OTHER_RANKS = "of another number of ranks goes through reshard_residuals"
-
-
-def folder():
-    found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]
 
 
 def key():
