@@ -405,6 +405,11 @@ def what_would_be_wrong_is_refused():
     fully_shard(both, mesh=mesh)
     with pytest.raises(ValueError, match="sums whole gradients between nodes by itself"):
         sparse_hsdp(both, mesh["between"])
+    with torch.device("meta"):
+        empty = Model()
+    fully_shard(empty, mesh=mesh["inside"])
+    with pytest.raises(ValueError, match=r"on the meta device, which have no values: .*; to_empty\(\) and initialise"):
+        sparse_hsdp(empty, mesh["between"])
     partly = Model()
     fully_shard(partly.first, mesh=mesh["inside"])
     with pytest.raises(ValueError, match=r"nobody would exchange them: \['head', 'second.weight'"):

@@ -51,3 +51,9 @@ def test_complex_parameters():
     p = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(TypeError, match=r"cannot be averaged: \['z \(torch.complex64\)'\]"):
         wrap([p], [("z", p)])
+
+
+def test_parameters_without_values():
+    model = nn.Linear(3, 2, device="meta")
+    with pytest.raises(ValueError, match=r"on the meta device, which have no values: \['weight', 'bias'\]; to_empty"):
+        wrap(model.parameters(), model.named_parameters())

@@ -18,7 +18,7 @@ def check_named_parameters(pairs: Sequence[tuple[str, Tensor]]) -> None:
 
     Raises:
         TypeError: An entry is no pair of name and tensor, or a trainable parameter is not floating-point.
-        ValueError: A name, or a parameter, is there twice.
+        ValueError: A name, or a parameter, is there twice, or a parameter is on the meta device.
     """
     for pair in pairs:
         match pair:
@@ -33,6 +33,8 @@ def check_named_parameters(pairs: Sequence[tuple[str, Tensor]]) -> None:
     counts = Counter(id(parameter) for _, parameter in pairs)
     if twice := [name for name, parameter in pairs if counts[id(parameter)] > 1]:
         raise ValueError(f"one parameter under several names: {twice}; name each once")
+    if empty := [name for name, p in pairs if p.device.type == "meta"]:
+        raise ValueError(f"parameters on the meta device, which have no values: {empty}; to_empty() and initialise")
     if wrong := [f"{name} ({p.dtype})" for name, p in pairs if p.requires_grad and not p.is_floating_point()]:
         raise TypeError(f"parameters of a dtype that cannot be averaged: {wrong}; expected floating-point ones")
 
