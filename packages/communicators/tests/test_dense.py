@@ -28,6 +28,28 @@ def test_allreduce_dtypes(schedule, dtype, data):
     testing.check_laws(lambda comm, x: run(schedule(x, comm.rank, comm.size), comm), inputs)
 
 
+@pytest.mark.parametrize("schedule", [*SCHEDULES, schedules.broadcast, schedules.allgather])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_no_result_is_memory_of_a_message(schedule, size):
+    """Sends may go on when a call is over, and then the caller may write into its result."""
+    sent = []
+
+    def noted(comm):
+        rounds, received = schedule(torch.full((24,), 1.0 + comm.rank), comm.rank, comm.size), None
+        while True:
+            try:
+                action = rounds.send(received)
+            except StopIteration as end:
+                return end.value
+            sent.extend((payload, payload.clone()) for payload in action.sends.values())
+            received = yield action
+
+    for result in SimulatedWorld(size).run(lambda comm: run(noted(comm), comm)):
+        for tensor in result if isinstance(result, list) else [result]:
+            tensor.fill_(777)
+    assert all(torch.equal(payload.body, before.body) for payload, before in sent)
+
+
 @given(size=testing.world_sizes(), numel=st.integers(0, 50), seed=st.integers(0, 99))
 def test_floats_agree_bit_for_bit(size, numel, seed):
     generator = torch.Generator().manual_seed(seed)

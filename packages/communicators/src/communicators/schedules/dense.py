@@ -113,7 +113,7 @@ def broadcast(x: Tensor, rank: int, size: int, root: int = 0) -> Schedule[Tensor
         elif distance <= virtual < 2 * distance:
             parent = (rank - distance) % size
             payload = (yield Round(recvs={parent: payload.nbytes}))[parent]
-    return payload.view(x.dtype)
+    return payload.clone().view(x.dtype)  # sends of the payload may go on when the call is over
 
 
 def barrier(rank: int, size: int) -> Schedule[None]:
