@@ -17,7 +17,7 @@ from communicators import CollectiveError
 from data_parallel import DistributedOptimizer, reshard_residuals, sparse_hsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 
 class Layer(nn.Module):
@@ -419,8 +419,10 @@ def what_would_be_wrong_is_refused():
     for settings, reason in (({"algorithm": "auto"}, "name one"), ({"nonfinite": "pass"}, "'raise' or 'skip'")):
         with pytest.raises(ValueError, match=reason):
             sparse_hsdp(partly, mesh["between"], **settings)
-    with pytest.raises(TypeError, match=r"'first.weight'.* are DTensors.* sparse_hsdp"):
-        DistributedOptimizer(torch.optim.SGD(partly.parameters(), lr=1.0), partly.named_parameters())
+    older = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    for model in (partly, older(Model()), older(Model(), use_orig_params=True)):
+        with pytest.raises(TypeError, match=r"are DTensors, or those of FullyShardedDataParallel.* sparse_hsdp"):
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
 
 
 WRONG_MESHES = [  # of the model and its first layer, of its second, between; and what the error says

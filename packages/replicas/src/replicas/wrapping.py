@@ -95,9 +95,10 @@ class Wrapping(Optimizer):
                 f"{self.what} what that wraps, {optimizer.what}.optimizer"
             )
         named = named_of(optimizer, named_parameters)
-        if sharded := [name for name, p in named.items() if hasattr(p, "to_local")]:
+        if sharded := [n for n, p in named.items() if hasattr(p, "to_local") or getattr(p, "_fsdp_flattened", False)]:
             raise TypeError(
-                f"parameters {sharded} are DTensors, of which each rank holds another part: {self.instead_of_shards}"
+                f"parameters {sharded} are DTensors, or those of FullyShardedDataParallel, of which each rank holds "
+                f"another part: {self.instead_of_shards}"
             )
         self._given, self._comm = comm, as_communicator(comm)
         self._given_state: Mapping[str, Any] | None = None
