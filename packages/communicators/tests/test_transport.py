@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import threading
 import time
 import weakref
@@ -47,6 +48,41 @@ def test_calls_and_background_calls():
     assert on_all(comms, lambda comm: allreduce(torch.ones(5), comm).tolist()) == [[3.0] * 5] * 3
     works = [start(ping(comm), comm, facts="ping") for comm in comms]
     assert [work.wait(timeout=10) for work in works] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("call", ["run", "start", "wait", "close"])
+def test_a_forked_child_is_told_that_a_communicator_is_its_parents(call):
+    """It has no engine's thread, so it would wait for ever, and could take the parent's messages."""
+    comms = ranks(2)
+    pending = start(ping(comms[0]), comms[0], facts="ping")
+    calls = {
+        "run": lambda: allreduce(torch.ones(1), comms[0]),
+        "start": lambda: start(ping(comms[0]), comms[0], facts="ping"),
+        "wait": pending.wait,
+        "close": comms[0].close,
+    }
+    if not (child := os.fork()):
+        try:
+            calls[call]()
+        except RuntimeError as error:
+            os._exit(0 if "before fork()" in str(error) and engine() is not comms[0].engine else 2)
+        os._exit(1)
+    end = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    assert [start(ping(comms[1]), comms[1], facts="ping").wait(timeout=10), pending.wait(timeout=10)] == [0, 1]
+
+
+def test_a_wait_in_a_callback_says_that_it_would_wait_for_itself():
+    comms = ranks(2)
+    first = [start(ping(comm), comm, facts="ping") for comm in comms]
+    chained = first[0].get_future().then(lambda _: start(ping(comms[0]), comms[0], facts="again").wait())
+    with pytest.raises(RuntimeError, match="would wait for itself"):
+        chained.wait()
 
 
 @pytest.mark.parametrize("rounds", [(1, 4), (4, 1)])

@@ -65,6 +65,9 @@ def engine() -> Engine:
     return made
 
 
+os.register_at_fork(after_in_child=engine.cache_clear)  # communicators that the child makes have one of its own
+
+
 class Engine:
     """Drives started work in the background, and reads the control messages of communicators."""
 
@@ -171,6 +174,23 @@ class Engine:
         for control in controls:
             self.forget(control)
         return missing
+
+    def check_process(self) -> None:
+        """RuntimeError in a forked child, which lacks the engine's thread, and whose parent reads the messages."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this communicator was made before fork(), and belongs to the parent process: make a process group in "
+                "the child, or start it by spawn or forkserver"
+            )
+
+    def check_wait(self) -> None:
+        """RuntimeError where the engine's thread would wait for work that it drives itself."""
+        self.check_process()
+        if self.on_thread():
+            raise RuntimeError(
+                "wait() in a callback, such as a future's then(), would wait for itself, since the thread that calls "
+                "it drives all calls: start the call there, and wait for it outside"
+            )
 
     def on_thread(self) -> bool:
         """Whether the caller runs in the engine's thread, which must not wait for itself."""

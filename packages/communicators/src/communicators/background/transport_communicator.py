@@ -107,6 +107,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
             with labelled("wait") if timeout != 0 else _NO_STREAM:
                 self.comm.engine.drive_until(lambda: self.ended is not None, timeout)
         elif self.ended is None and timeout != 0:
+            self.comm.engine.check_wait()
             with self.control.lock:
                 self._awaited = self._awaited or threading.Event()  # hardly any call is waited for
             if self.ended is None:
@@ -375,6 +376,7 @@ class TransportCommunicator(Communicator):
         facts: text that tells it from all other attempts; tags follow from it, so that no message of another one is
         taken for its own.
         """
+        self.engine.check_process()
         call = Call(schedule, rank=self.rank, size=self.size, facts=facts, number=zlib.crc32(facts.encode()))
         made = OutstandingCall(self, call, math.inf, CPU, Control(self.transport, alone=True))
         self.engine.add(made)
@@ -397,6 +399,7 @@ class TransportCommunicator(Communicator):
     def close(self) -> None:
         if self.closed:
             return
+        self.engine.check_process()
         failed = self.control.abort_reason is not None
         for outstanding in list(self._outstanding):
             if not outstanding.is_over(FAIL_SECONDS if failed else 0.0) and not failed:
@@ -494,6 +497,7 @@ class TransportCommunicator(Communicator):
     def _launch(
         self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device | None
     ) -> OutstandingCall:
+        self.engine.check_process()
         if self.control.released or self.control.abort_reason is not None:
             schedule.close()
             self.control.told = True
