@@ -157,3 +157,10 @@ def test_average_shape_and_input_stay():
 def test_wrong_arguments(call, error):
     with pytest.raises(error, match=r"expected|use|exact"):
         SimulatedWorld(2).run(call)
+
+
+def test_conjugate_and_negated_views_are_gathered():
+    given = torch.tensor([1 + 2j, 3 - 1j])
+    for view in (given.conj(), given.conj().imag):
+        [found, _] = SimulatedWorld(2).run(lambda comm, view=view: allgather(view, comm))
+        assert all(torch.equal(one, view.clone()) for one in found)

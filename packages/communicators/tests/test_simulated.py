@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -385,7 +387,14 @@ def test_long_runs_keep_no_results():
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda: SimulatedWorld(0), lambda: SimulatedWorld(2, slowdown=[1.0]), lambda: Link(-1.0, 0.0)]
+    "wrong",
+    [
+        lambda: SimulatedWorld(0),
+        lambda: SimulatedWorld(2, slowdown=[1.0]),
+        lambda: Link(-1.0, 0.0),
+        lambda: Link(math.nan, 0.0),
+        lambda: Link(0.0, math.inf),
+    ],
 )
 def test_wrong_worlds(wrong):
     with pytest.raises(ValueError, match=r"needs|names"):
@@ -406,6 +415,16 @@ def test_no_thread_of_a_rank_is_left_when_a_run_is_over(monkeypatch):
     with pytest.raises(CollectiveError, match="deadlock"):
         SimulatedWorld(3).run(lambda comm: comm.rank or allreduce(torch.ones(3), comm))
     assert threading.active_count() == before
+
+
+def test_a_communicator_says_that_the_run_of_its_world_is_over():
+    [comm, _] = SimulatedWorld(2).run(lambda comm: comm)
+    calls = (lambda: allreduce(torch.ones(2), comm, native=False), lambda: comm.elapse(1.0))
+    for call in calls:
+        with pytest.raises(CollectiveError, match="run of this simulated world is over"):
+            call()
+        with ThreadPoolExecutor(1) as pool, pytest.raises(CollectiveError, match="is over"):
+            pool.submit(call).result(10)
 
 
 @pytest.mark.parametrize("jitter", [1e-4, 2e-3])

@@ -82,6 +82,8 @@ def test_sparse_over_a_slow_link_with_a_table():
 
 
 def test_one_rank_needs_no_compression():
+    with pytest.raises(ValueError, match="numel is 0"):
+        choose(as_communicator(None), numel=0, k=1)
     assert choose(as_communicator(None), numel=1000, k=10, handling=Handling(1e-9)).algorithm == "dense"
 
 

@@ -90,7 +90,7 @@ def barrier(comm: Any) -> None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
 
 
 def _facts(name: str, tensor: Tensor) -> str:

@@ -27,8 +27,8 @@ class Link:
     beta: float = 8e-9
 
     def __post_init__(self) -> None:
-        if self.alpha < 0 or self.beta < 0:
-            raise ValueError(f"a link needs alpha >= 0 and beta >= 0 seconds, got {self.alpha} and {self.beta}")
+        if not (0 <= self.alpha < math.inf and 0 <= self.beta < math.inf):
+            raise ValueError(f"a link needs finite alpha >= 0 and beta >= 0 s, got {self.alpha} and {self.beta}")
 
     def seconds(self, nbytes: int, messages: int = 1) -> float:
         """Time of `messages` messages, one after another, that hold `nbytes` bytes together."""

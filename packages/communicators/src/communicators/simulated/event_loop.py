@@ -123,6 +123,7 @@ class EventLoop:
         self.timeline: Timeline | None = None
         self.signals: dict[Context, Any] = {}  # those of all ranks, which look each other up here
         self._thread = threading.current_thread()
+        self.over = False
 
     # Called in a rank's thread.
 
@@ -151,6 +152,8 @@ class EventLoop:
 
     def refuse_to_wait(self, what: str) -> None:
         """Raises RuntimeError in the loop's own thread, which calls `on_signal` and cannot wait for its own events."""
+        if self.over:
+            self.refuse_if_failed()
         if threading.current_thread() is self._thread:
             raise RuntimeError(f"{what} in on_signal would wait for itself: do so in the rank's own function")
 
@@ -228,6 +231,8 @@ class EventLoop:
         finally:
             for thread in self.ranks:
                 thread.kill()
+            self._poison.setdefault(None, CollectiveError("the run of this simulated world is over"))
+            self.over = True
         return [thread.result for thread in self.ranks]
 
     def after(self, seconds: float, action: Action, live: Callable[[], bool] | None = None) -> None:

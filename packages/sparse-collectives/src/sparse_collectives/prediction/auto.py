@@ -73,8 +73,10 @@ def choose(
         handling: This rank's own costs, if they were measured already.
 
     Raises:
-        ValueError: An unknown wire, or one that does not carry the dtype.
+        ValueError: An unknown wire, or one that does not carry the dtype, or numel is below 1.
     """
+    if numel < 1:
+        raise ValueError(f"numel is {numel}, expected the number of elements of a gradient, 1 or more")
     comm = as_communicator(comm)
     wire_named(wire, dtype=dtype)
     if handling is None:
