@@ -81,9 +81,12 @@ def test_sparse_over_a_slow_link_with_a_table():
     assert reason.startswith(f"{choice.predictions[0].variant} is the fastest")
 
 
-def test_one_rank_needs_no_compression():
+def test_no_elements_are_named():
     with pytest.raises(ValueError, match="numel is 0"):
         choose(as_communicator(None), numel=0, k=1)
+
+
+def test_one_rank_needs_no_compression():
     assert choose(as_communicator(None), numel=1000, k=10, handling=Handling(1e-9)).algorithm == "dense"
 
 
