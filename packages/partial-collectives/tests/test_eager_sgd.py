@@ -321,6 +321,48 @@ def test_where_all_have_met_a_rate_may_be_set_by_hand():
     assert SimulatedWorld(3).run(body) == [0.05 / 8] * 3
 
 
+def other_rates(comm, when, buffers, last):
+    """Rank 1 changes its rate where any rank may, before the first step or after a meeting; says what it is told."""
+    model, others = network(), {"lr": 0.5, "weight_decay": 0.1}
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    try:
+        with EagerSGD(inner, model.named_parameters(), comm=comm, model=normalised(0), buffers=buffers) as optimizer:
+            for number in range(4):
+                if number == when and comm.rank == 1:
+                    optimizer.param_groups[0].update(others)
+                if number < last or comm.rank == 1:
+                    comm.elapse(1e-3 * (1 + comm.rank))
+                    step(model, optimizer, comm.rank, number)
+                    optimizer.synchronize()
+    except CollectiveError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("buffers", ["keep", "average"])
+@pytest.mark.parametrize(("when", "last"), [(0, 4), (2, 4), (3, 3), (3, 2)])  # 3, 2: the others have finished
+def test_settings_that_differ_between_ranks_after_a_meeting_are_an_error_on_all(when, last, buffers):
+    said = SimulatedWorld(3).run(lambda comm: other_rates(comm, when, buffers, last))
+    assert len(set(said)) == 1
+    assert "rank 0 has changed nothing, rank 1 has changed lr 0.05 -> 0.5 in parameter group 0, weight_decay" in said[0]
+
+
+@pytest.mark.parametrize("buffers", ["keep", "average"])
+def test_a_rate_that_is_set_while_a_rank_has_finished_is_an_error_as_that_keeps_its_own(buffers):
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        with EagerSGD(inner, model.named_parameters(), comm=comm, model=normalised(0), buffers=buffers) as optimizer:
+            for number in range(1 if comm.rank == 1 else 4):
+                comm.elapse(1e-3)
+                step(model, optimizer, comm.rank, number)
+                optimizer.synchronize()
+                if number == 2:  # rank 1 has finished for two meetings
+                    optimizer.param_groups[0]["lr"] = 0.5
+
+    with pytest.raises(CollectiveError, match=r"rank 0 has changed lr 0.05 -> 0.5 .*, rank 1 has changed nothing"):
+        SimulatedWorld(3).run(body)
+
+
 def test_a_scheduler_that_wants_a_metric_is_refused():
     def body(comm):
         model = network()

@@ -192,3 +192,26 @@ def test_replicas_that_have_come_apart_are_told_where_all_meet():
 
     with pytest.raises(CollectiveError, match="replicas differ after 2 rounds: rank 1 in 'w', against most of the 3"):
         SimulatedWorld(3).run(body)
+
+
+def halving(comm):
+    """Halves the rate by hand at every meeting; rank 2 comes later, and gets the rate as the others have set it."""
+    comm.elapse(0.02 * (comm.rank == 2))
+    world = Elastic(comm, timeout=0.5, patience=3.0)
+    w = torch.nn.Parameter(torch.zeros(2))
+    with EagerSGD(torch.optim.SGD([w], lr=1.0), [("w", w)], comm=world, quorum="solo") as optimizer:
+        for _ in range(8):
+            for _ in range(2):
+                comm.elapse(5e-3 * (1 + comm.rank))
+                w.grad = torch.ones(2) * (1 + comm.rank)
+                optimizer.step()
+            optimizer.synchronize()
+            optimizer.param_groups[0]["lr"] = max(optimizer.param_groups[0]["lr"] / 2, 1 / 16)
+    return w.tolist(), optimizer.param_groups[0]["lr"], world.generation
+
+
+def test_a_newcomer_gets_a_rate_that_was_set_where_the_others_have_met():
+    (held, rate, generation), *others = SimulatedWorld(3).run(halving)
+    assert rate == 1 / 16
+    assert generation > 1
+    assert others == [(held, rate, generation)] * 2

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from partial_collectives.protocol.events import Header, Stage
 
-_HEADER = struct.Struct("<BBBdqBdqB")
+_HEADER = struct.Struct("<BBBdqBdqBI")
 STAGES = frozenset(Stage)
+LONGEST = 256
+"""Most bytes of what a rank says of its settings."""
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -32,15 +34,17 @@ class Rounding:
 
 
 def partial_round(
-    header: Header, tensors: Sequence[Tensor], rounding: Rounding | None, rank: int, size: int
+    header: Header, tensors: Sequence[Tensor], rounding: Rounding | None, settings: str, rank: int, size: int
 ) -> Schedule[tuple[list[Header], list[Tensor], list[Tensor] | None]]:
     """All headers in rank order, and the sums over ranks, the same bits on all of them; none where nobody contributes.
 
-    tensors: 1-D, what this rank brings, or zeros. The third list is the residual afterwards, which is this rank's to
-    give again; None where it stays as it was: where nothing is rounded, and in a round without weight, if it counts.
+    tensors: 1-D, what this rank brings, or zeros. settings: what has changed in them, for an error where others say
+    otherwise. The third list is the residual afterwards, which is this rank's to give again; None where it stays as it
+    was: where nothing is rounded, and in a round without weight, if it counts.
     """
     blocks = yield from schedules.allgather_blocks(packed(header), [_HEADER.size] * size, rank, size)
     headers = [unpacked(block) for block in blocks]
+    yield from _refuse_parting(headers, settings, rank, size)
     if not any(header.contributes for header in headers):
         return headers, [], None
     weight = sum(each.weight for each in headers) if rounding is not None and rounding.by_weight else 1.0
@@ -55,6 +59,22 @@ def partial_round(
         totals.append(rounded.total)
         residual.append(rounded.dropped.div_(weight))
     return headers, totals, residual
+
+
+def _refuse_parting(headers: Sequence[Header], settings: str, rank: int, size: int) -> Schedule[None]:
+    """Raises one CollectiveError on all ranks where settings have changed on some, and otherwise on others."""
+    told = [place for place, header in enumerate(headers) if header.settings]
+    others = [place for place in told if headers[place].settings != headers[told[0]].settings]
+    if not others:
+        return
+    own = torch.frombuffer(bytearray(settings.encode()[:LONGEST].ljust(LONGEST)), dtype=torch.uint8)
+    blocks = yield from schedules.allgather_blocks(own, [LONGEST] * size, rank, size)
+    one, other = (bytes(blocks[place].tolist()).decode(errors="replace").rstrip() for place in (told[0], others[0]))
+    raise CollectiveError(
+        f"settings have parted since all ranks last met: {one}, {other}; every round steps the models of all ranks, so "
+        "change settings alike on all, right after synchronize() and before any has finished: a rate that follows a "
+        "metric takes one that is the same on all ranks, averaged over them"
+    )
 
 
 Ended: TypeAlias = tuple[list[Header], list[Tensor]]
@@ -94,10 +114,10 @@ def packed(header: Header) -> Tensor:
 
 def unpacked(block: Tensor) -> Header:
     """Header from the bytes of `packed`; CollectiveError for other bytes."""
-    stage, contributes, fresh, weight, deposits, finite, late, late_round, calls = _HEADER.unpack(bytes(block.tolist()))
+    fields = _HEADER.unpack(bytes(block.tolist()))
+    stage, contributes, fresh, weight, deposits, finite, late, late_round, calls, settings = fields
     numbers = 0 <= weight < math.inf and deposits >= 0 and late_round >= -1
     if stage not in STAGES or max(contributes, fresh, finite, calls) > 1 or not numbers:
         raise CollectiveError("the header of a partial round is not one: do all ranks run the same version?")
-    return Header(
-        Stage(stage), bool(contributes), bool(fresh), weight, deposits, bool(finite), late, late_round, bool(calls)
-    )
+    brings = bool(contributes), bool(fresh), weight, deposits, bool(finite)
+    return Header(Stage(stage), *brings, late, late_round, bool(calls), settings)

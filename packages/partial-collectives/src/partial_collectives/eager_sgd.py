@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, Unpack
 
 import torch
 from communicators import CollectiveError, Elastic, Stats, buckets_of, run, schedules
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from partial_collectives.partial_allreduce import PartialAllreduce, RoundSettings
 from partial_collectives.result import PartialResult
-from partial_collectives.settings import as_facts, check_scheduler, check_verify, refuse_changed, settings_of
+from partial_collectives.settings import as_facts, changes, check_scheduler, check_verify, refuse_changed, settings_of
 from partial_collectives.stragglers import Lateness
 
 
@@ -117,7 +117,7 @@ class EagerSGD(Wrapping):
         self.start_alike(f"{weighted=}, {buffers=}, {verify=}, {as_facts(optimizer, scheduler)}", model=model)
         held = buffers != "keep" and model is not None and any(buffer.numel() for buffer in model.buffers())
         self._shared = shared if held else None
-        self._ended, self._known = False, cast(list[dict[str, Any]] | None, None)
+        self._ended, self._met, self._known = False, True, settings_of(optimizer)
         self._buckets = [  # gradients of 16 bits are added up in 32: halves that are finite may add to inf
             replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
             for bucket in buckets_of(self._trained)
@@ -188,6 +188,7 @@ class EagerSGD(Wrapping):
         self.check_exchange()
         gradients = [p.grad for p in self._trained]
         self._given_steps += 1
+        self._tell_changes()
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
         return loss
 
@@ -196,7 +197,8 @@ class EagerSGD(Wrapping):
 
         Then parameters are the same on all, and no gradient is under way. Call it for evaluation, before a checkpoint,
         to set rates by hand, alike on all, and before any other collective: a round may wait for a rank that waits
-        there.
+        there. Settings that differ afterwards are a CollectiveError on every rank in one of the next rounds, which
+        names two ranks and what they have changed; a rank that has finished changes nothing.
         """
         self._meet(finished=False)
 
@@ -204,6 +206,7 @@ class EagerSGD(Wrapping):
         """Ends this rank's steps: applies the rest of the rounds until no rank has any."""
         while (self._shared is not None or self._elastic is not None or self._verify) and not self._ended:
             self._ended = self._meet(finished=True)
+        self._tell_changes()
         self._apply(self._rounds.finish())
         self.end_steps()
 
@@ -219,7 +222,7 @@ class EagerSGD(Wrapping):
         it is good for any rank of any number of them, and must be taken after `synchronize()`.
         """
         rounds = self._rounds.state_dict()
-        idle = not rounds["deposits"][0]["count"] and not rounds["results"] and self._known is None
+        idle = not rounds["deposits"][0]["count"] and not rounds["results"] and self._met
         own = {
             "rounds": rounds,
             "met": self._elastic is not None and idle,
@@ -262,7 +265,7 @@ class EagerSGD(Wrapping):
         check_like(own, {"applied": 0, "gradients": 0, "rounds": {"machine": {"round": 0}}}, "")
         load_into(self.optimizer, wrapped)
         self.load_shared_state(own)
-        self._known = None
+        self._met = True
         if self._elastic is None:
             self._rounds.load_state_dict(own["rounds"])  # last: from here on others go on
         else:
@@ -273,10 +276,11 @@ class EagerSGD(Wrapping):
 
     def shared_state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"applied": self.applied, "gradients": self.gradients, "scheduler": scheduler}
+        return {"applied": self.applied, "gradients": self.gradients, "scheduler": scheduler, "known": self._known}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self.applied, self.gradients = state["applied"], state["gradients"]
+        self._known = state.get("known") or settings_of(self.optimizer)  # a checkpoint has none
         if self.scheduler is not None:
             load_into(self.scheduler, state["scheduler"])
 
@@ -318,13 +322,15 @@ class EagerSGD(Wrapping):
     def _meet(self, *, finished: bool) -> bool:
         """Meets all ranks that have steps, and all others too where buffers are shared; whether all have finished."""
         self.admit()
+        self._tell_changes()
         self._apply(self._rounds.synchronize())
-        self._known = None
+        self._met = True
         self.end_steps()
         if self._elastic is not None:
             over = self._elastic.met(finished=finished, drains=not finished)
             while not (over or finished):  # others were only called
                 self.admit()
+                self._tell_changes()
                 self._apply(self._rounds.synchronize())
                 over = self._elastic.met(drains=True)
             return over
@@ -353,13 +359,18 @@ class EagerSGD(Wrapping):
         return 1.0 if weight is None else weight
 
     def _step(self, result: PartialResult) -> None:
-        if self._known is not None and self.comm.size > 1:
+        if not self._met and self.comm.size > 1:
             refuse_changed(self.optimizer, self._known)
         self._put(result)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        self.applied, self._known = self.applied + 1, settings_of(self.optimizer)
+        self.applied, self._met, self._known = self.applied + 1, False, settings_of(self.optimizer)
+
+    def _tell_changes(self) -> None:
+        """Tells all others what was changed by hand since all have met, before a round is applied with it."""
+        if self._met:
+            self._rounds.changes = changes(self.optimizer, self._known)
 
     def _put(self, result: PartialResult) -> None:
         """Puts the mean into p.grad, which is made where there is none."""

@@ -168,6 +168,19 @@ class PartialAllreduce:
         return self._rounds.called
 
     @property
+    def changes(self) -> str | None:
+        """Changes of settings on this rank since ranks last met, as text; None: it does not tell. May be set.
+
+        All raise one CollectiveError, that has the texts of two ranks, in the first round in which ranks tell unlike
+        ones. It is None again where they meet; after `finish()` it is "", as nothing changes any more.
+        """
+        return self._rounds.changes
+
+    @changes.setter
+    def changes(self, changes: str) -> None:
+        self._rounds.changes = changes
+
+    @property
     def complete(self) -> bool:
         """Whether nobody was gone when ranks last met; the same on all ranks that are left."""
         return self._rounds.machine.complete

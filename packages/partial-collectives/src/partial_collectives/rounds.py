@@ -3,6 +3,7 @@
 import math
 import statistics
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -42,7 +43,8 @@ class PartialRounds:
     last rounds, or in seconds. results: rounds that were not taken yet; totals are lists of 1-D tensors. began: when
     this rank entered the last rounds, by the communicator's clock. shrinks: whether the others go on where a rank has
     died. given_up: ranks that have not answered, and were left out. name: of this rank, in errors. calls: whether this
-    rank asks all to meet; called: whether any has since they have met.
+    rank asks all to meet; called: whether any has since they have met. changes: of settings on this rank since then,
+    as text; None as long as it does not tell.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class PartialRounds:
         self._graced, self._leaving = -1, 0  # rounds that this rank leaves for later
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self.calls = self.called = False
+        self.changes: str | None = None
         self._answered, self._waiting = set[int](), set[int]()
         self._closing = frozenset[int]()
         self._data = None if shrinks else comm.duplicate()
@@ -284,12 +287,15 @@ class PartialRounds:
         taken = self._brought = self.deposits[fragment]
         self.deposits[fragment] = Deposits(taken.like)
         brings = (taken.weight, taken.count, taken.finite)
-        header = Header(join.stage, join.contributes, join.fresh, *brings, late, late_round, self.calls)
+        changes = self.changes
+        settings = 0 if changes is None else zlib.crc32(changes.encode(), 1)
+        header = Header(join.stage, join.contributes, join.fresh, *brings, late, late_round, self.calls, settings)
+        said = f"{self.name} has changed {changes or 'nothing'}"
         rounding = None
         if self._bits is not None:
             rounding = Rounding(self._bits, self.residuals[fragment], self._weighted)
         own = taken.tensors or _zeros(taken.like)
-        self._begin(partial(partial_round, header, own, rounding), f"round {join.round}")
+        self._begin(partial(partial_round, header, own, rounding, said), f"round {join.round}")
 
     def _abandon(self) -> None:
         """Cancels the collective under way, whose end is of no use to this rank any more."""
@@ -357,6 +363,8 @@ class PartialRounds:
         actions = tell(headers, behind=len(self.results) + 1 > self._leaving)
         met = self.machine.meetings > meetings
         self.called = not met and (self.called or any(header.calls for header in headers))
+        if met:  # who has finished changes nothing any more
+            self.changes = "" if self.changes is not None and self.machine.stage is Stage.FINISHED else None
         if met and not self.machine.over:
             self._at_meeting = self._between()
         self.lateness.record(headers)

@@ -37,21 +37,33 @@ def check_verify(verify: Any) -> None:
         raise ValueError(f"verify is {verify}, expected 0 or more meetings, or None")
 
 
+def changes(optimizer: Optimizer, known: list[dict[str, Any]]) -> str:
+    """Settings that are no longer as they were known, as text; "" for none."""
+    return ", ".join(
+        f"{name} {before.get(name)} -> {now[name]} in parameter group {number}"
+        for number, (now, before) in enumerate(zip(settings_of(optimizer), known, strict=True))
+        for name in now
+        if now[name] != before.get(name)
+    )
+
+
 def refuse_changed(optimizer: Optimizer, known: list[dict[str, Any]]) -> None:
     """Raises ValueError for settings that changed since the last round: a rank does not know the others'."""
-    for number, (now, before) in enumerate(zip(settings_of(optimizer), known, strict=True)):
-        if changed := [f"{name} {before.get(name)} -> {now[name]}" for name in now if now[name] != before.get(name)]:
-            raise ValueError(
-                f"settings of parameter group {number} changed between two rounds: {', '.join(changed)}; ranks do not "
-                "take as many rounds in a step, so their models would part: give scheduler=, which is stepped once a "
-                "round, or change them on all ranks right after synchronize()"
-            )
+    if changed := changes(optimizer, known):
+        raise ValueError(
+            f"settings changed between two rounds: {changed}; ranks do not take as many rounds in a step, so their "
+            "models would part: give scheduler=, which is stepped once a round, or change them on all ranks right "
+            "after synchronize()"
+        )
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     """Raises TypeError or ValueError for a scheduler that cannot be stepped once a round."""
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise TypeError("a ReduceLROnPlateau takes a metric: leave it out, and step it yourself after synchronize()")
+        raise TypeError(
+            "a ReduceLROnPlateau takes a metric: leave it out, and step it yourself after synchronize(), with a metric "
+            "that is the same on all ranks: average it, and share the buffers (buffers='average')"
+        )
     if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
         raise TypeError(f"scheduler is {scheduler!r}, expected a scheduler of the wrapped optimizer, or None")
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:

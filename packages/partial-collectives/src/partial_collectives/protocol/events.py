@@ -22,7 +22,7 @@ class Header:
     weight: of what it brings. deposits: how many gradients that is. finite: whether all of them were.
     late, late_round: seconds from the beginning of that round to its arrival there, by its own clock; below 0: it was
         early. late_round is -1 where there is nothing new to say.
-    calls: it asks all to meet.
+    calls: it asks all to meet. settings: hash of what has changed in its settings since all have met; 0 says nothing.
     """
 
     stage: Stage
@@ -34,6 +34,7 @@ class Header:
     late: float = 0.0
     late_round: int = -1
     calls: bool = False
+    settings: int = 0
 
 
 class Kind(IntEnum):
