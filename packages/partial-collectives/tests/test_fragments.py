@@ -154,6 +154,27 @@ def test_a_round_in_four_bits_takes_an_eighth_of_the_bytes():
     assert full / rounded == pytest.approx(8, rel=0.05)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("compress", ["int8", "int4", "int2"])
+@pytest.mark.parametrize(("value", "ranks"), [(float("nan"), [1]), (float("-inf"), [0, 2]), (3e38, [0, 1])])
+def test_what_is_not_finite_spoils_no_later_round(value, ranks, compress, weighted):
+    """Of a contribution, or of the sum of finite ones."""
+
+    def body(comm):
+        got, x = [], torch.ones(1100)
+        settings = {"quorum": comm.size, "max_staleness": 0, "compress": compress, "weighted": weighted}
+        with PartialAllreduce(x, comm, **settings) as partial:
+            for number in range(4):
+                x[:3] = value if number == 1 and comm.rank in ranks else 1.0
+                got += partial.allreduce(x)
+        assert [result.nonfinite for result in got] == [(), () if value == 3e38 else tuple(ranks), (), ()]
+        assert not got[1].total[:3].isfinite().any()
+        assert got[1].total[1024:].isfinite().all()
+        return torch.stack([got[number].total for number in (0, 2, 3)])
+
+    assert all(torch.equal(totals, torch.full((3, 1100), 3.0)) for totals in SimulatedWorld(3).run(body))
+
+
 @pytest.mark.parametrize("compress", [None, "int2"])
 def test_a_run_goes_on_as_if_it_had_not_stopped(compress):
     """Saved where a rank has something in no round yet, and rounds that it has not applied."""

@@ -57,7 +57,8 @@ def partial_round(
         x = own + (left if weight == 1 else left * weight)
         rounded = yield from schedules.quantised_allreduce(x, rank, size, bits=rounding.bits)
         totals.append(rounded.total)
-        residual.append(rounded.dropped.div_(weight))
+        dropped = rounded.dropped.div_(weight)
+        residual.append(dropped.masked_fill_(~(rounded.total + dropped).isfinite(), 0.0))  # NaN is of this round alone
     return headers, totals, residual
 
 

@@ -82,7 +82,7 @@ class PartialAllreduce:
             float32 then. What rounding leaves out is a residual of the rank's, and goes into the next round of the
             fragment, whether this rank gives something to it or not: Σ given = Σ applied + Σ residuals. A rank that
             dies takes its residual with it, and in a round that others had ended before they heard of a death the
-            rounding of those that had not is given up.
+            rounding of those that had not is given up. Of blocks that are not finite nothing is left for later rounds.
         weighted: Whether totals are divided by the weight of their round, not by a number of ranks. Residuals are then
             of the mean, and each round multiplies them by its weight; one without weight leaves them as they are.
 
