@@ -195,6 +195,29 @@ def test_a_state_goes_on_exactly():
     assert SimulatedWorld(3).run(after) == [sum(1 + step for step in range(4)) * 2 + 40 + 21.0] * 3
 
 
+@pytest.mark.parametrize("part", ["deposits", "results"])
+@pytest.mark.parametrize(
+    "like", [torch.zeros(5), torch.zeros(1), torch.zeros(3).int(), torch.zeros(3).double(), [torch.zeros(3)] * 2]
+)
+def test_a_state_of_another_like_is_refused_and_changes_nothing(like, part):
+    def saved(like, times):
+        partial = PartialAllreduce(like, Alone())
+        for _ in range(times):
+            partial.give(like)
+        return partial.state_dict()
+
+    state = saved(torch.ones(3), 2)  # a result, and a gradient in no round
+    assert state["deposits"][0]["count"] == len(state["results"]) == 1
+    if part == "results":
+        state["deposits"] = saved(like, 1)["deposits"]
+    with PartialAllreduce(like, Alone()) as partial:
+        before = str(partial.state_dict())
+        with pytest.raises(ValueError, match=rf"{part} of .*\(3,\), torch.float32.* are given, expected "):
+            partial.load_state_dict(state)
+        assert str(partial.state_dict()) == before
+        partial.allreduce(like)
+
+
 def fails(body, said, size=3):
     with pytest.raises(CollectiveError, match=said):
         SimulatedWorld(size).run(body)

@@ -195,15 +195,8 @@ class PartialAllreduce:
 
     @residuals.setter
     def residuals(self, residuals: Sequence[Sequence[Tensor]]) -> None:
-        self._check_residuals(residuals)
+        _check_alike("residuals", residuals, self._rounds.residuals)
         self._rounds.residuals = [[one.clone() for one in each] for each in residuals]
-
-    def _check_residuals(self, residuals: Sequence[Sequence[Tensor]]) -> None:
-        given, own = ([[one.shape for one in each] for each in of] for of in (residuals, self._rounds.residuals))
-        if given != own:
-            raise ValueError(
-                f"residuals of {given} elements are given, expected {own}: as like= and compress= are here"
-            )
 
     @property
     def lateness(self) -> Lateness:
@@ -341,14 +334,20 @@ class PartialAllreduce:
                 returned here too.
 
         Raises:
+            TypeError: It is no state.
+            ValueError: The state is of another `like` or `compress`, or was damaged; nothing has changed.
             CollectiveError: The states of the ranks are of different rounds.
         """
         self.refuse_begun("load_state_dict()")
-        if not joins:
-            self._check_residuals(state["residuals"])
-        machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
-        facts = f"going on with partial rounds from {machine}"
         with wholly(self._rounds, "a PartialAllreduce", state):
+            if not joins:
+                _check_alike("residuals", state["residuals"], self._rounds.residuals)
+            likes = [one.like for one in self._rounds.deposits]
+            _check_alike("deposits", [one["acc"] for one in state["deposits"]], likes)
+            for result in state["results"]:
+                _check_alike("results", [result["total"]], [likes[result["fragment"]]])
+            machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
+            facts = f"going on with partial rounds from {machine}"
             self._rounds.restore(state, joins=joins)  # before any rank goes on, and its signals come
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
         self._rounds.go_on()
@@ -492,3 +491,10 @@ def _check_like(like: Sequence[Tensor], compress: str | None) -> None:
         raise TypeError(f"like holds {wrong}, expected dense tensors of a dtype that adds")
     if compress and (others := [str(one.dtype) for one in like if one.dtype != torch.float32]):
         raise TypeError(f"like holds {others}, expected float32 alone, which compress={compress!r} rounds")
+
+
+def _check_alike(what: str, given: Sequence[Sequence[Tensor]], own: Sequence[Sequence[Tensor]]) -> None:
+    """Raises ValueError for tensors of a state, by fragment, that are of other sizes or dtypes than the own ones."""
+    got, expected = ([[(tuple(one.shape), one.dtype) for one in each] for each in of] for of in (given, own))
+    if got != expected:
+        raise ValueError(f"{what} of {got} are given, expected {expected}: as like= and compress= are here")
