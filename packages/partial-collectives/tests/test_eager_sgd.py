@@ -208,6 +208,21 @@ def test_bad_input():
     SimulatedWorld(2).run(body)
 
 
+@pytest.mark.parametrize("calls", [["finish"], ["finish", "close"], ["close"], ["close", "close"]])
+def test_a_context_skips_what_is_done_already(calls):
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with EagerSGD(inner, model.named_parameters(), comm=comm) as optimizer:
+            step(model, optimizer, comm.rank, 0)
+            for call in calls:
+                getattr(optimizer, call)()
+        with pytest.raises(RuntimeError, match=r"after (finish\(\): this rank|close\(\): make a new one)"):
+            step(model, optimizer, comm.rank, 1)
+
+    SimulatedWorld(2).run(body)
+
+
 def normalised(rank):
     """A model with statistics of its own on every rank: means and variances, a count, a mask."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))

@@ -117,7 +117,8 @@ class EagerSGD(Wrapping):
         self.start_alike(f"{weighted=}, {buffers=}, {verify=}, {as_facts(optimizer, scheduler)}", model=model)
         held = buffers != "keep" and model is not None and any(buffer.numel() for buffer in model.buffers())
         self._shared = shared if held else None
-        self._ended, self._met, self._known = False, True, settings_of(optimizer)
+        self._ended = self._closed = False
+        self._met, self._known = True, settings_of(optimizer)
         self._buckets = [  # gradients of 16 bits are added up in 32: halves that are finite may add to inf
             replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
             for bucket in buckets_of(self._trained)
@@ -213,6 +214,7 @@ class EagerSGD(Wrapping):
     def close(self) -> None:
         """Frees what it holds, with all other ranks; after `finish()`, else it no longer applies the others' rounds."""
         self._rounds.close()
+        self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, as "distributed", what is under way; take it after `synchronize()`.
@@ -289,9 +291,10 @@ class EagerSGD(Wrapping):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
-            if error is None:
+            if error is not None:
+                self.end_steps()
+            elif not self._closed:
                 self.finish()
-            self.end_steps()
         except BaseException as failed:
             self._rounds.__exit__(type(failed), failed, None)
             raise

@@ -436,7 +436,7 @@ class PartialAllreduce:
 
     def _refuse_closed(self, what: str, *, finishes: bool = False) -> None:
         if self._closed:
-            raise RuntimeError(f"{what} after close(): make a new PartialAllreduce, on every rank")
+            raise RuntimeError(f"{what} after close(): make a new one, on every rank")
         if not finishes and self._rounds.machine.stage is Stage.FINISHED:
             raise RuntimeError(f"{what} after finish(): this rank has said that it has no more steps")
 
