@@ -208,6 +208,26 @@ def test_bad_input():
     SimulatedWorld(2).run(body)
 
 
+def test_an_optimizer_that_asks_for_several_gradients_is_refused():
+    model = network()
+    with pytest.raises(TypeError, match="LBFGS asks for gradients several times in a step"):
+        EagerSGD(torch.optim.LBFGS(model.parameters()), model.named_parameters())
+
+
+def test_a_sparse_gradient_is_refused_by_name_before_anything_is_given():
+    def body(comm):
+        model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 1))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with EagerSGD(inner, model.named_parameters(), comm=comm) as optimizer:
+            model(torch.tensor([1, 2])).sum().backward()
+            with pytest.raises(TypeError, match=r"gradient of '0\.weight' has layout .*embeddings need sparse=False"):
+                optimizer.step()
+            model[0].weight.grad = model[0].weight.grad.to_dense()
+            optimizer.step()
+
+    SimulatedWorld(2).run(body)
+
+
 @pytest.mark.parametrize("calls", [["finish"], ["finish", "close"], ["close"], ["close", "close"]])
 def test_a_context_skips_what_is_done_already(calls):
     def body(comm):

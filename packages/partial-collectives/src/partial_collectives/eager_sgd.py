@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from partial_collectives.partial_allreduce import PartialAllreduce, RoundSettings
 from partial_collectives.result import PartialResult
-from partial_collectives.settings import as_facts, changes, check_scheduler, check_verify, refuse_changed, settings_of
+from partial_collectives.settings import as_facts, changes, check_steps, check_verify, refuse_changed, settings_of
 from partial_collectives.stragglers import Lateness
 
 
@@ -54,7 +54,8 @@ class EagerSGD(Wrapping):
     LeftOutError where they have met without it, and may join anew.
 
     Args:
-        optimizer: Built over the live parameters; shared as its param_groups, state and defaults are.
+        optimizer: Built over the live parameters; shared as its param_groups, state and defaults are. It must need its
+            closure only once, which LBFGS does not.
         named_parameters: Parameters of the model, as `model.named_parameters()` gives them.
         comm: See `communicators.as_communicator`.
         scheduler: Scheduler of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise
@@ -96,7 +97,7 @@ class EagerSGD(Wrapping):
         if unknown := sorted(set(rounds) - set(RoundSettings.__annotations__)):
             known = ", ".join(RoundSettings.__annotations__)
             raise TypeError(f"EagerSGD takes no {', '.join(unknown)}; of rounds it takes {known}")
-        check_scheduler(scheduler, optimizer)
+        check_steps(optimizer, scheduler)
         if not isinstance(weighted, bool):
             raise TypeError(f"weighted is {weighted!r}, expected True or False")
         if isinstance(comm, Elastic) and rounds.setdefault("on_death", "shrink") != "shrink":
@@ -178,6 +179,9 @@ class EagerSGD(Wrapping):
 
         Returns:
             The closure's loss; None without one.
+
+        Raises:
+            TypeError: A gradient is sparse.
         """
         self.check_step(apart=True)
         weight = self._checked(weight)
@@ -187,7 +191,7 @@ class EagerSGD(Wrapping):
                 loss = closure()
         self.admit()
         self.check_exchange()
-        gradients = [p.grad for p in self._trained]
+        gradients = [self._dense(name, p) for name, p in self.trained.items()]
         self._given_steps += 1
         self._tell_changes()
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
@@ -360,6 +364,11 @@ class EagerSGD(Wrapping):
         if weight is None and self._weighted:
             raise ValueError("step() of a weighted EagerSGD: give the step's weight, such as step(weight=len(batch))")
         return 1.0 if weight is None else weight
+
+    def _dense(self, name: str, p: Tensor) -> Tensor | None:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise TypeError(f"the gradient of {name!r} has layout {p.grad.layout}: embeddings need sparse=False")
+        return p.grad
 
     def _step(self, result: PartialResult) -> None:
         if not self._met and self.comm.size > 1:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
@@ -57,8 +57,10 @@ def refuse_changed(optimizer: Optimizer, known: list[dict[str, Any]]) -> None:
         )
 
 
-def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Raises TypeError or ValueError for a scheduler that cannot be stepped once a round."""
+def check_steps(optimizer: Optimizer, scheduler: Any) -> None:
+    """Raises TypeError or ValueError for an optimizer, or a scheduler, that cannot be stepped once a round."""
+    if isinstance(optimizer, LBFGS):
+        raise TypeError("LBFGS asks for gradients several times in a step, for which EagerSGD takes one: wrap another")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError(
             "a ReduceLROnPlateau takes a metric: leave it out, and step it yourself after synchronize(), with a metric "
