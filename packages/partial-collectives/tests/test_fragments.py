@@ -303,7 +303,7 @@ def test_errors_say_what_is_expected():
         for wrong, error, said in (
             (lambda: PartialAllreduce(torch.zeros(3), comm, compress="int3"), ValueError, "expected None or one of"),
             (lambda: PartialAllreduce(torch.zeros(3).double(), comm, compress="int8"), TypeError, "float32 alone"),
-            (lambda: PartialAllreduce([[torch.zeros(3)], []], comm), TypeError, "what shall be summed"),
+            (lambda: PartialAllreduce([[torch.zeros(3)], []], comm), TypeError, "expected what to sum"),
         ):
             with pytest.raises(error, match=said):
                 wrong()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from communicators import Alone, CollectiveError, Link, SimulatedWorld, allreduce, barrier
@@ -398,13 +399,77 @@ def test_who_has_loaded_first_may_go_on_before_the_others_have_loaded(on_death):
         assert SimulatedWorld(3, seed=seed, jitter=0.5).run(after) == [9.0] * 3
 
 
-@pytest.mark.parametrize("like", [[], (), 3.0, [torch.zeros(2), 1.0]])
+NO_TENSORS = [3.0, None, np.ones(2), np.ones(()), [torch.zeros(2), 1.0], [np.ones(2, np.float32)]]
+
+
+@pytest.mark.parametrize("like", [[], (), *NO_TENSORS])
 def test_what_is_no_tensor_is_refused(like):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"like is no tensor.*expected what to sum, torch\.from_numpy"):
         PartialAllreduce(like, Alone())
 
 
-@pytest.mark.parametrize("like", [torch.zeros(2, dtype=torch.bool), torch.zeros(2).to_sparse()])
+@pytest.mark.parametrize("tensor", [*NO_TENSORS, torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")])
+def test_what_is_no_dense_tensor_is_not_summed(tensor):
+    with PartialAllreduce(torch.zeros(2), Alone()) as partial:
+        with pytest.raises(TypeError, match=r"is given .*expected a dense tensor.*; torch\.from_numpy"):
+            partial.allreduce(tensor)
+        with pytest.raises(TypeError, match=r"NoneType is given for fragment 0, expected \(tensors, weight\)"):
+            partial.allreduce(lambda fragment: None)
+        partial.allreduce(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("weight", "error"), [("8", TypeError), (None, TypeError), (1j, TypeError), (10**400, ValueError), (-1, ValueError)]
+)
+def test_a_weight_is_a_number(weight, error):
+    with PartialAllreduce(torch.zeros(2), Alone()) as partial, pytest.raises(error, match=r"weight is .*, expected"):
+        partial.allreduce(torch.ones(2), weight=weight)
+
+
+def test_integers_have_whole_weights():
+    with PartialAllreduce(torch.zeros(2).long(), Alone()) as partial:
+        with pytest.raises(ValueError, match=r"weight is 0\.5, expected a whole number, as `like` holds integers"):
+            partial.allreduce(torch.ones(2).long(), weight=0.5)
+        for weight in (2, 2.0, np.float32(2), torch.tensor(2.0)):
+            (result,) = partial.allreduce(torch.ones(2).long(), weight=weight)
+            assert (result.total.tolist(), result.weight) == ([2, 2], 2.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("weighted", "no"), ("weighted", 1), ("grace", True)])
+def test_settings_of_other_types_are_refused(name, value):
+    with pytest.raises((TypeError, ValueError), match=f"{name} is {value!r}, expected"):
+        PartialAllreduce(torch.zeros(2), Alone(), **{name: value})
+
+
+def test_what_is_not_contiguous_is_summed_by_its_places():
+    ours = torch.arange(6.0).view(3, 2).t()
+    with PartialAllreduce(ours, Alone()) as partial:
+        assert torch.equal(partial.allreduce(ours)[0].total, ours)
+
+
+def test_gradients_that_add_up_to_inf_before_their_round_are_said():
+    def body(comm):
+        got, x = [], torch.tensor([6e4, 1.0], dtype=torch.float16)
+        with PartialAllreduce(x, comm, quorum="solo") as partial:
+            if comm.rank == 0:
+                comm.elapse(0.1)
+                got += partial.allreduce(torch.ones(2, dtype=torch.float16))
+            else:
+                for _ in range(3):
+                    partial.give(x)
+            got += partial.finish()
+        assert [bool(result.total.isfinite().all()) for result in got] == [result.nonfinite == () for result in got]
+        return [result.nonfinite for result in got]
+
+    assert (1,) in SimulatedWorld(2).run(body)[0]
+
+
+NO_SUM = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize(
+    "like", [*(torch.zeros(2, dtype=dtype) for dtype in NO_SUM), torch.zeros(2).to_sparse(), torch.zeros(2).to("meta")]
+)
 def test_tensors_that_do_not_add_are_refused(like):
     with pytest.raises(TypeError, match="expected dense tensors of a dtype that adds"):
         PartialAllreduce([torch.zeros(1), like], Alone())

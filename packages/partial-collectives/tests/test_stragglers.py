@@ -49,7 +49,11 @@ def test_delays_as_in_the_paper():
 
 
 @pytest.mark.parametrize(
-    "text", ["fixed:1", "fixed:x=1", "random=1", "often:1=1", "linear=-1", "linear=nan", "fixed:1=inf", "random:5=1"]
+    "text",
+    [
+        *("fixed:1", "fixed:x=1", "random=1", "often:1=1", "linear=-1", "linear=nan", "fixed:1=inf", "random:5=1"),
+        *("linear:3=1", "linear:=1"),
+    ],
 )
 def test_delays_that_are_none(text):
     with pytest.raises(ValueError, match=r"delays are .*expected 'fixed"):

@@ -13,7 +13,7 @@ class Deposits:
     """acc ← acc + weight · gradient; nothing is ever overwritten. The caller holds a lock.
 
     tensors: acc; None where nothing was deposited. count: number of gradients. weight: the sum of theirs.
-    finite: whether all were. like: 1-D tensors that say size and dtype.
+    finite: whether all were, and acc is. like: 1-D tensors that say size and dtype.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -28,6 +28,7 @@ class Deposits:
         else:
             for acc, tensor in zip(self.tensors, tensors, strict=True):
                 acc += tensor
+            finite = finite and are_finite(self.tensors)  # halves that are may add to inf
         self.count, self.weight, self.finite = self.count + count, self.weight + weight, self.finite and finite
 
     def put_back(self, taken: Deposits) -> None:
@@ -46,6 +47,11 @@ class Deposits:
         self.tensors = [acc.clone() for acc in state["acc"]] if self.count else None
 
 
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all elements are; one sum each where they are."""
+    return all(bool(torch.isfinite(one.sum())) or bool(torch.isfinite(one).all()) for one in tensors)
+
+
 Copies: TypeAlias = tuple[list[Tensor], bool]
 """1-D tensors in host memory, nobody else's, and whether all of them are finite."""
 
@@ -55,5 +61,4 @@ def weighted_copy(tensors: Sequence[Tensor], weight: float) -> Copies:
     copies = [tensor.detach().reshape(-1).to("cpu", copy=True) for tensor in tensors]
     if weight != 1.0:
         copies = [copy.mul_(weight) for copy in copies]
-    finite = all(bool(torch.isfinite(copy.sum())) or bool(torch.isfinite(copy).all()) for copy in copies)
-    return copies, finite
+    return copies, are_finite(copies)

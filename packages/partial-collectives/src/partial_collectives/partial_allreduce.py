@@ -1,9 +1,10 @@
 """`PartialAllreduce`: sums over ranks that do not wait for the last one, and lose nothing of it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self, TypeAlias, TypedDict, cast
+from numbers import Real
+from typing import Any, Literal, Self, TypeAlias, TypedDict
 
 import torch
 from communicators import CollectiveError, Communicator, Stats, as_communicator, run, schedules
@@ -20,6 +21,9 @@ from partial_collectives.stragglers import Lateness
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
 Weighted: TypeAlias = tuple[Tensors, float]
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""With `FLOATING`, dtypes that add."""
 
 
 class RoundSettings(TypedDict, total=False):
@@ -87,6 +91,7 @@ class PartialAllreduce:
             of the mean, and each round multiplies them by its weight; one without weight leaves them as they are.
 
     Raises:
+        TypeError: `like` holds no dense tensors of a dtype that adds: floating, complex, uint8, int8 … int64.
         CollectiveError: Ranks differ in `like` or settings.
         RuntimeError: MPI has no THREAD_MULTIPLE.
     """
@@ -110,6 +115,8 @@ class PartialAllreduce:
         self._like = _fragments(like)
         for each in self._like:
             _check_like(each, compress)
+        if not isinstance(weighted, bool):
+            raise TypeError(f"weighted is {weighted!r}, expected True or False")
         self.comm = as_communicator(comm)
         if self.comm.hasty and isinstance(quorum, int):
             quorum = min(quorum, self.comm.size)  # of a group that others may have left
@@ -212,10 +219,15 @@ class PartialAllreduce:
             tensor: Tensors of the sizes of `like`; they may be changed afterwards. Where there are fragments, a
                 function that returns those of the fragment whose number it is given, and their weight; it is called
                 once or, after rounds that this rank has missed, for several.
-            weight: Factor on the tensor, of which rounds give the sum; not with a function.
+            weight: Factor on the tensor, of which rounds give the sum; not with a function. A whole number where dtypes
+                are of integers.
 
         Returns:
             Rounds in order, each to be applied once.
+
+        Raises:
+            TypeError: Something given is no dense tensor, or the weight no number.
+            ValueError: Sizes, dtypes or the weight are not as expected.
         """
         self.give(tensor, weight=weight)
         return self.take()
@@ -233,11 +245,11 @@ class PartialAllreduce:
             function = tensor
             if weight != 1.0:
                 raise ValueError(f"weight is {weight!r} beside a function, which returns the weight of each fragment")
-            self._rounds.deposit(lambda fragment: self._copies(*function(fragment), fragment), leaving)
+            self._rounds.deposit(lambda fragment: self._copies(function(fragment), fragment), leaving)
         elif len(self._like) > 1:
             raise TypeError(f"allreduce() is given {type(tensor).__name__}, expected a function of the fragment")
         else:
-            copies = self._copies(tensor, weight, 0)
+            copies = self._copies((tensor, weight), 0)
             self._rounds.deposit(lambda _: copies, leaving)
 
     def take(self, *, leaving: int = 0) -> list[PartialResult]:
@@ -382,7 +394,7 @@ class PartialAllreduce:
 
     def _rest(self, stage: Stage, last: Mapping[int, Weighted] | None) -> Iterator[PartialResult]:
         rounds, machine = self._rounds, self._rounds.machine
-        copies = {fragment: self._copies(*given, fragment) for fragment, given in (last or {}).items()}
+        copies = {fragment: self._copies(given, fragment) for fragment, given in (last or {}).items()}
         if machine.over:
             if copies:
                 raise RuntimeError(
@@ -410,17 +422,19 @@ class PartialAllreduce:
         shaped = [total.view(one.shape).to(one.device) for total, one in of]
         return shaped[0] if self._one else shaped
 
-    def _copies(self, tensor: Tensors, weight: float, fragment: int) -> tuple[Copies, float]:
+    def _copies(self, given: Weighted, fragment: int) -> tuple[Copies, float]:
         if fragment not in range(len(self._like)):
             raise ValueError(f"something is given for fragment {fragment}, expected one of 0 … {len(self._like) - 1}")
-        if not 0 <= weight < float("inf"):
-            raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
-        tensors = [tensor] if isinstance(tensor, Tensor) else list(tensor)
-        given = [(tuple(one.shape), one.dtype) for one in tensors]
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise TypeError(f"{type(given).__name__} is given for fragment {fragment}, expected (tensors, weight)")
+        tensors, weight = _listed(given[0]), _checked_weight(given[1], self._like[fragment])
+        if wrong := [_kind(one) for one in tensors if not _is_dense(one)]:
+            raise TypeError(f"allreduce() is given {wrong}, expected a dense tensor, as in `like`; torch.from_numpy(x)")
+        shapes = [(tuple(one.shape), one.dtype) for one in tensors]
         expected = [(tuple(one.shape), one.dtype) for one in self._like[fragment]]
-        if given != expected:
-            raise ValueError(f"allreduce() is given {given}, expected {expected}, as in `like`")
-        return weighted_copy(tensors, weight), weight
+        if shapes != expected:
+            raise ValueError(f"allreduce() is given {shapes}, expected {expected}, as in `like`")
+        return weighted_copy(tensors, weight), float(weight)
 
     def refuse_begun(self, what: str) -> None:
         """Refuses what may be done before the first round only.
@@ -445,6 +459,8 @@ def _parsed_grace(grace: float | str) -> tuple[float, float]:
     """Grace as (share of the median, seconds); one of them is 0."""
     text = isinstance(grace, str) and grace.endswith("x")
     try:
+        if isinstance(grace, bool):
+            raise TypeError
         number = float(grace[:-1]) if text and isinstance(grace, str) else float(grace)
     except (TypeError, ValueError):
         raise ValueError(
@@ -474,21 +490,50 @@ def _shrinks(on_death: str | None, comm: Communicator) -> bool:
     return on_death == "shrink"
 
 
+def _listed(tensors: Any) -> list[Any]:
+    """Tensors, or what is given in their place, as a list."""
+    return list(tensors) if isinstance(tensors, Iterable) and not hasattr(tensors, "shape") else [tensors]
+
+
+def _is_dense(one: Any) -> bool:
+    return isinstance(one, Tensor) and one.layout == torch.strided and not one.is_meta
+
+
+def _kind(one: Any) -> str:
+    return f"{one.dtype} on {one.device}, {one.layout}" if isinstance(one, Tensor) else type(one).__name__
+
+
+def _checked_weight(weight: Any, like: Sequence[Tensor]) -> float:
+    """Weight as a number, a whole one where `like` holds integers."""
+    given = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    if not isinstance(given, Real):
+        raise TypeError(f"weight is {weight!r}, expected a number, such as that of samples")
+    try:
+        number = float(given)
+    except OverflowError:
+        number = math.inf
+    if not 0 <= number < math.inf:
+        raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
+    if not any(one.dtype in INTEGER for one in like):
+        return number
+    if not number.is_integer():
+        raise ValueError(f"weight is {weight!r}, expected a whole number, as `like` holds integers")
+    return int(number)
+
+
 def _fragments(like: Tensors | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    if isinstance(like, Tensor):
-        return [[like]]
-    of = list(like)
-    return [list(each) for each in of] if of and all(isinstance(each, list | tuple) for each in of) else [cast(Any, of)]
+    of = _listed(like)
+    return [list(each) for each in of] if of and all(isinstance(each, list | tuple) for each in of) else [of]
 
 
 def _check_like(like: Sequence[Tensor], compress: str | None) -> None:
     if not (compress is None or compress in tuple(BITS)):
         raise ValueError(f"compress is {compress!r}, expected None or one of {tuple(BITS)}")
     if not like or not all(isinstance(one, Tensor) for one in like):
-        raise TypeError("like is no tensor, and no list of tensors: expected what shall be summed")
-    wrong = [str(one.dtype) for one in like if one.layout != torch.strided or one.dtype == torch.bool]
-    if wrong:
-        raise TypeError(f"like holds {wrong}, expected dense tensors of a dtype that adds")
+        kinds = [_kind(one) for one in like]
+        raise TypeError(f"like is no tensor, nor a list of them: {kinds}; expected what to sum, torch.from_numpy(x)")
+    if wrong := [_kind(one) for one in like if not _is_dense(one) or one.dtype not in (*FLOATING, *INTEGER)]:
+        raise TypeError(f"like holds {wrong}, expected dense tensors of a dtype that adds: {[*FLOATING, *INTEGER]}")
     if compress and (others := [str(one.dtype) for one in like if one.dtype != torch.float32]):
         raise TypeError(f"like holds {others}, expected float32 alone, which compress={compress!r} rounds")
 

@@ -168,7 +168,8 @@ def injected_delays(text: str, rank: int, size: int, *, seed: int = 0) -> Callab
         count = int(which) if kind == "random" else 0
     except ValueError:
         raise ValueError(f"delays are {text!r}, expected {FORMS}") from None
-    if kind not in ("fixed", "random", "linear") or not 0 <= seconds < math.inf or not 0 <= count <= size:
+    known = kind in ("fixed", "random") or how == "linear"  # which is of all ranks
+    if not known or not 0 <= seconds < math.inf or not 0 <= count <= size:
         raise ValueError(f"delays are {text!r}, expected {FORMS}, of 0 s or more, and at most {size} ranks")
     if any(not 0 <= one < size for one in ranks):
         raise ValueError(f"delays are {text!r}, but ranks are 0 … {size - 1}")
