@@ -164,6 +164,33 @@ def test_a_run_goes_on_as_if_it_had_not_stopped():
     assert SimulatedWorld(3).run(lambda comm: second_part(comm, saved)) == SimulatedWorld(3).run(whole)
 
 
+def test_other_ranks_go_on_with_the_rate_and_the_scheduler_as_the_error_says():
+    def before(comm):
+        model = network()
+        with wrapped(model, comm) as optimizer:
+            steps(model, optimizer, range(4))
+            optimizer.finish()
+            return copy.deepcopy(optimizer.state_dict()), optimizer.applied
+
+    def after(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.97)
+        with pytest.raises(ValueError, match=r"of 3 ranks, .*\['distributed'\]\['scheduler'\] into the scheduler"):
+            wrapped(network(), comm).load_state_dict(state)
+        inner.load_state_dict(copy.deepcopy(state))  # torch goes on in the given tensors
+        scheduler.load_state_dict(state[STATE_KEY]["scheduler"])
+        with EagerSGD(inner, model.named_parameters(), comm=comm, scheduler=scheduler) as optimizer:
+            steps(model, optimizer, range(4))
+        assert scheduler.last_epoch == applied + optimizer.applied
+        assert inner.param_groups[0]["lr"] == pytest.approx(0.05 * 0.97**scheduler.last_epoch)
+        return [p.tolist() for p in model.parameters()]
+
+    state, applied = SimulatedWorld(3).run(before)[0]
+    first, *others = SimulatedWorld(2).run(after)
+    assert all(other == first for other in others)
+
+
 def test_what_is_not_finite_is_named_on_all_ranks():
     def body(comm):
         p = torch.nn.Parameter(torch.zeros(1))

@@ -78,7 +78,10 @@ class EagerSGD(Wrapping):
         gradients: Number of gradients in them, of all ranks.
     """
 
-    advice = "go on with as many ranks, or save after finish() and load the wrapped optimizer's part alone"
+    advice = (
+        "go on with as many ranks, or save after finish(), and load the wrapped optimizer's part into that, and a "
+        "rank's state['distributed']['scheduler'] into the scheduler"
+    )
     alike = meets_first = True
 
     def __init__(
