@@ -155,6 +155,8 @@ def test_what_is_summed_whole_beside_updates_is_in_the_bytes(monkeypatch):
         assert told["adamw", 108].rounds == told["adamw", 0].rounds  # beside the selection's
         assert told["adamw", 108].latency > told["adamw", 0].latency
         assert told["sgd", 108] == told["sgd", 0] == told["adamw", 0]
+        plain = situation(optimizer="sgd", tiny=108, plain=True, **given).predictions()
+        assert told["adamw", 108] in [s.prediction for s in plain]
 
 
 def test_updates_are_there_when_backward_has_ended_and_hide_nothing():
@@ -171,6 +173,15 @@ def test_a_hook_that_needs_more_steps_than_updates_is_not_taken():
     """With SGD, on the shipped record: on 4 ranks it learns as fast, on 8 not, on 2 worse."""
     found = {ranks: situation(optimizer="sgd", ranks=ranks).sends_updates for ranks in (2, 4, 8)}
     assert found == {2: True, 4: False, 8: True}
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "muon"])
+def test_a_model_that_is_not_in_ddp_sends_updates(optimizer):
+    """It has no hook: what is predicted, judged and written is of updates, of Muon's nothing is selected."""
+    found = situation(optimizer=optimizer, ranks=4, plain=True, tiny=108)
+    assert found.sends_updates == (optimizer != "muon")
+    told = {s.prediction.name: found.known(s.prediction) for s in found.predictions()}
+    assert told.get("gtopk") == (known(optimizer, "gtopk", 0.01, "fp32", 4) if optimizer != "muon" else None)
 
 
 def test_what_is_known_of_accuracy_is_the_shipped_record():

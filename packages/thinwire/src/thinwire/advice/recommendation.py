@@ -220,7 +220,7 @@ def _lines(situation: Situation, p: Prediction) -> list[str]:
     options = f", options={dict(p.options)}" if p.variant != p.algorithm else ""
     wire = f', wire="{p.wire}"' if p.wire != "fp32" else ""
     setting, steps = f'algorithm="{p.algorithm}"{options}{wire}', "STEPS: of your whole training, for the warm-up."
-    if not (situation.sends_updates or situation.plain):
+    if not situation.sends_updates:
         hook = f"SparseHookState.for_model(ddp, optimizer, steps=STEPS, density={p.density:.2g}, {setting})"
         return [f"In DDP: state = {hook}, which takes the momentum over from the optimizer.", steps]
     inner = OPTIMIZERS[situation.optimizer].replace("SGD(...)", "SGD(..., momentum=0.9)")

@@ -104,9 +104,9 @@ class Situation:
         """Whether the optimizer's updates are sent, which exist only after backward has ended.
 
         With SGD a DDP hook may send gradients during backward, unless that is known to learn badly on this many ranks,
-        or to take more steps.
+        or to take more steps. A model that is not in DDP has no such hook.
         """
-        if self.optimizer != "sgd":
+        if self.plain or self.optimizer != "sgd":
             return self.optimizer != "muon"
         of = partial(known, "sgd", "gtopk", 0.01, "fp32", self.ranks, data=self.data)
         hook, updates = of(sends="gradients"), of(sends="updates")
