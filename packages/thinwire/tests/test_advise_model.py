@@ -150,3 +150,8 @@ def test_ranks_take_the_gpus_of_a_machine_in_turn(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert [device_of(None, SimpleNamespace(rank=rank)).index for rank in range(5)] == [0, 1, 0, 1, 0]
+
+
+def test_nothing_is_measured_on_the_meta_device():
+    with pytest.raises(NoAdvice, match="--device meta: nothing can be measured there"):
+        device_of("meta", SimpleNamespace(rank=0))

@@ -692,12 +692,14 @@ def test_advise_in_python():
         ({"ranks": 8.0}, "ranks is 8.0, expected a whole number"),
         ({"model": model_of().double()}, "0.weight is float64, but predictions are of float32"),
         ({"optimizer": "muon", "density": 0.1}, "density is of a selection, and nothing is selected for muon"),
-        ({"ranks": 1}, "ranks is 1, expected a whole number of 2 or more"),
+        ({"ranks": 1}, "ranks is 1, expected a whole number of 2 to"),
         ({"density": 2.0}, "density is 2.0, expected above 0"),
         ({"density": [0.5, 1]}, "density is 1, expected above 0 and below 1, at which nothing is selected"),
         ({"density": []}, r"density is \[\], expected a number, or several: leave it out"),
         ({"density": [0.1, 0.0]}, "density is 0.0, expected above 0"),
         ({"model": torch.nn.ReLU()}, "no parameter of the model requires a gradient"),
+        ({"model": torch.nn.Linear(3, 1, device="meta")}, "on the meta device, where nothing can be measured"),
+        ({"ranks": 4097}, "ranks is 4097, expected a whole number of 2 to 4,096"),
     ],
 )
 def test_arguments_that_make_no_sense(changes, said):
@@ -710,6 +712,47 @@ def test_arguments_that_make_no_sense(changes, said):
 def test_arguments_that_are_no_numbers(changes):
     with pytest.raises(TypeError, match=r"(steps_per_second is '4'|density is ('0.01'|True)), expected a number"):
         thinwire.advise(**{"model": model_of(), "steps_per_second": 4, "link": "wan", "ranks": 8} | changes)
+
+
+def test_what_is_no_module_is_told():
+    with pytest.raises(TypeError, match=r"model is \[1\], expected a torch.nn.Module"):
+        thinwire.advise([1], steps_per_second=4, link="wan", ranks=8)
+
+
+def refused(model, said):
+    """By advise, and by the plan of another model."""
+    with pytest.raises(ValueError, match=said):
+        thinwire.advise(model, steps_per_second=4, link="wan", ranks=8)
+    with pytest.raises(ValueError, match=said):
+        planned("sgd", "gtopk").apply(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@WARNS
+def test_ddp_is_known_when_compiled_and_refused_inside_another_module(one_process):
+    model = model_of()
+    ddp = DistributedDataParallel(model)
+    refused(torch.nn.Sequential(ddp), "holds DistributedDataParallel, as 0: give that module")
+    compiled, inner = torch.compile(ddp, backend="eager"), inner_of("sgd", model)
+    assert planned("sgd", "dense-int8").apply(compiled, inner, steps=10) == (compiled, inner)
+    assert ddp._comm_hooks
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about FSDP
+@pytest.mark.parametrize("older", [False, True])
+def test_what_fsdp_has_sharded_is_refused(older, one_process):
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = model_of()
+    sharded = FullyShardedDataParallel(model, device_id=CPU) if older else fully_shard(model) or model
+    refused(torch.nn.Sequential(sharded), r"in FSDP, .* data_parallel.sparse_hsdp")
+
+
+def test_parameters_without_a_dimension_are_predicted():
+    """But not with torch's PowerSGD, which fails at them."""
+    shapes = (*situation().shapes, torch.Size())
+    told = {s.prediction.algorithm for s in situation("sgd", shapes=shapes, tiny=1).predictions()}
+    assert {"powersgd", "torch-bf16"} <= told
+    assert "torch-powersgd" not in told
 
 
 def test_one_rank_without_a_link_is_told():

@@ -27,7 +27,7 @@ from thinwire.advice.accuracy import DATA
 from thinwire.advice.measuring import NoAdvice, Trained, device_of, find_out, join, measured_model, on_every_rank
 from thinwire.advice.recommendation import OPTIMIZERS
 from thinwire.advice.report import as_json, as_text, check_plot, plot
-from thinwire.advice.situation import DENSITIES, LINKS, Situation
+from thinwire.advice.situation import DENSITIES, LINKS, MOST_RANKS, Situation
 from thinwire.advice.stragglers import Stragglers
 
 MOST_DENSITIES = 16
@@ -73,8 +73,7 @@ def late(text: str) -> tuple[float, float] | str:
 
 
 PARAMETERS = quantity("a whole number of 1 or more, 10,000,000,000,000 at most", 1, 10**13, whole=True)
-# Predictions for 4,096 ranks take seconds, and take O(P).
-RANKS = quantity("2 or more, 4,096 at most: one rank exchanges nothing", 2, 4096, whole=True)
+RANKS = quantity(f"2 or more, {MOST_RANKS:,} at most: one rank exchanges nothing", 2, MOST_RANKS, whole=True)
 STEP_SECONDS = quantity("seconds > 0", sys.float_info.min, sys.float_info.max)
 DENSITY = quantity("0 < density < 1: at 1 nothing is selected", sys.float_info.min, math.nextafter(1, 0))
 BANDWIDTH = quantity("1kbit to 100tbit, a rate such as 1gbit (a number alone is Gbit/s)", 1e-6, 1e5, units=RATES)

@@ -311,6 +311,8 @@ def device_of(name: str | None, comm: Communicator) -> torch.device:
     """Device of that name; default this rank's GPU where there is one. Raises NoAdvice where there is none of it."""
     if name is None and torch.cuda.is_available():
         return torch.device("cuda", comm.rank % torch.cuda.device_count())
+    if name == "meta":
+        raise NoAdvice("--device meta: nothing can be measured there; give the device that trains")
     try:
         return torch.empty(0, device=name or "cpu").device
     except (RuntimeError, AssertionError) as error:

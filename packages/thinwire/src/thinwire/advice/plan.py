@@ -22,11 +22,13 @@ from thinwire.advice.accuracy import DATA, data_of
 from thinwire.advice.measuring import Trained, device_of, find_out, join, other_dtype
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
-from thinwire.advice.situation import DENSITIES, LINKS, Situation
+from thinwire.advice.situation import DENSITIES, LINKS, MOST_RANKS, Situation
 from thinwire.advice.stragglers import Stragglers
 from thinwire.advice.ways import BY_NAME, Way
 
 USUAL_STEPS = 1000
+FSDP = {"FSDPModule", "FullyShardedDataParallel"}
+"""Names of their classes, which take seconds to import: fully_shard's, and the older one."""
 KINDS = ((MuonAdamW, "muon"), (AdamW, "adamw"), (Adam, "adam"), (SGD, "sgd"))
 
 
@@ -50,7 +52,8 @@ def advise(
         model, optimizer = plan.apply(model, optimizer, steps=10_000)
 
     Args:
-        model: Its parameters' shapes and device count; torch's own ways are recommended only where it is in DDP.
+        model: Its parameters' shapes and device count; torch's own ways are recommended only where it is in DDP. Not in
+            FSDP, of which each rank has but a part.
         steps_per_second: Of one rank that trains alone.
         optimizer: "sgd", "adam", "adamw" or "muon", or one of these, with which you train.
         link: A name that `thinwire advise --help` lists, or a `communicators.Link`; default: measured, by all ranks.
@@ -63,9 +66,10 @@ def advise(
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
-        ValueError, TypeError: An argument makes no sense.
+        ValueError, TypeError: An argument makes no sense, or the model is in FSDP, or holds DDP inside.
         NoAdvice: There is but one rank, and no link.
     """
+    _check_model(model)
     name, trained = _named(optimizer), [p for p in model.parameters() if p.requires_grad]
     densities = _densities(density)
     kind = data_of(model) if data is None else data
@@ -130,8 +134,9 @@ class Plan:
             ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
                 which has sent the gradients before a way gets them; a hook of DDP without DDP, as where the advice was
                 for a model in DDP; torch's PowerSGD over gloo in more than one bucket (the text has the size); other
-                `steps`; or an optimizer whose rate was adapted already.
+                `steps`; an optimizer whose rate was adapted already; or a model that is in FSDP, or holds DDP inside.
         """
+        _check_model(model)
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
             raise ValueError(f"steps is {steps!r}, expected a whole number of 0 or more, or None for {USUAL_STEPS:,}")
         if hasattr(optimizer, "_adapted_to"):
@@ -217,8 +222,8 @@ def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int |
         return f"link is {link!r}, expected a Link(alpha, beta), None, or one of {', '.join(LINKS)}"
     if (link is None) != (ranks is None):
         return "ranks goes with link: both of an assumed network, or neither where ranks are running"
-    if ranks is not None and not (isinstance(ranks, int) and ranks >= 2):
-        return f"ranks is {ranks!r}, expected a whole number of 2 or more: one exchanges nothing"
+    if ranks is not None and not (isinstance(ranks, int) and 2 <= ranks <= MOST_RANKS):
+        return f"ranks is {ranks!r}, expected a whole number of 2 to {MOST_RANKS:,}: one exchanges nothing"
     if not any(p.numel() for p in model.parameters() if p.requires_grad):
         return "no parameter of the model requires a gradient"
     return other_dtype(model)
@@ -287,7 +292,25 @@ def _named(optimizer: str | Optimizer) -> str:
 
 
 def _in_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    return model if isinstance(model, DistributedDataParallel) else None
+    """The DDP module that this is, compiled or not."""
+    whole = getattr(model, "_orig_mod", model)  # torch.compile's
+    return whole if isinstance(whole, DistributedDataParallel) else None
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises TypeError for anything but a module, ValueError for one of which nothing can be measured or exchanged."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r:.80}, expected a torch.nn.Module that is trained, or DDP of it")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device, where nothing can be measured: make it where it is trained")
+    for name, module in model.named_modules():
+        if FSDP & {kind.__name__ for kind in type(module).__mro__}:
+            raise ValueError(
+                "the model is in FSDP, of which each rank holds but a part: what fully_shard shards inside a node "
+                "data_parallel.sparse_hsdp exchanges between nodes (docs/guides/hsdp.md); otherwise leave FSDP off"
+            )
+        if isinstance(module, DistributedDataParallel) and module is not _in_ddp(model):
+            raise ValueError(f"the model holds DistributedDataParallel, as {name}: give that module itself")
 
 
 def _refuse_ddp(ddp: DistributedDataParallel | None, name: str) -> None:

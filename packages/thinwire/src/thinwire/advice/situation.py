@@ -12,7 +12,7 @@ from sparse_compress import TopK
 
 from thinwire.advice.accuracy import MOST_BEHIND, Known, known, shares
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import BY_NAME, DENSE, WAYS, WHOLE, Shapes, Way, Work, torch_sum
+from thinwire.advice.ways import BY_NAME, DENSE, TORCH_POWERSGD, WAYS, WHOLE, Shapes, Way, Work, torch_sum
 
 LINKS = {
     "100mbit": Link(200e-6, 80e-9),
@@ -24,6 +24,8 @@ LINKS = {
 }
 """Usual α and β: Ethernet in one room; wan is 100 Mbit/s and 30 ms between sites."""
 DENSITIES = (0.01, 0.001)
+MOST_RANKS = 4096
+"""Predictions for so many take seconds, and take O(P)."""
 INT8 = "dense-int8"
 TINY = 256
 """Elements: tensors of fewer are summed whole where updates are sent, as the advice is (`dense_below`)."""
@@ -146,10 +148,11 @@ class Situation:
         return sorted(map(self._over_a_training, steps), key=lambda step: step.until)
 
     def _others(self) -> list[Step]:
-        """Ways that select no entries."""
-        found = []
+        """Ways that select no entries. Torch's PowerSGD fails at parameters without a dimension."""
+        found, scalar = [], () in self.shapes
         for way in WAYS:
-            if way.name in self.work and self.optimizer in way.optimizers:
+            fails = scalar and way.algorithm == TORCH_POWERSGD
+            if way.name in self.work and self.optimizer in way.optimizers and not fails:
                 p = self._of(way, self.work[way.name])
                 found.append(Step(p, self._of_way(way, p)))
         return found

@@ -38,7 +38,7 @@ CHUNK, SPARSELOCO_DENSITY = 4096, 0.021
 FRAGMENTS = 4
 FIRST_BUCKET = 1 << 20
 """Bytes of DDP's first bucket, where it was given no size."""
-TORCH_BF16 = "torch-bf16"
+TORCH_BF16, TORCH_POWERSGD = "torch-bf16", "torch-powersgd"
 SIDE = 1024
 MOST_MATRICES = 1024
 """Parameters of which no shapes are known are taken for matrices of so many rows and columns.
@@ -173,9 +173,7 @@ def _torch_powersgd(rank: int) -> Way:
         "DistributedDataParallel(model, bucket_cap_mb=MEGABYTES): one bucket for all gradients."
     )
     settings: dict[str, Any] = {"options": {"rank": rank}, "dense_share": 1 / WARM_UP}
-    return Way(
-        "torch-powersgd", sent, _compressed("powersgd", sent, rank=rank).make, "", in_ddp, hook, note, **settings
-    )
+    return Way(TORCH_POWERSGD, sent, _compressed("powersgd", sent, rank=rank).make, "", in_ddp, hook, note, **settings)
 
 
 def bucket_of_all(nbytes: int) -> int:
