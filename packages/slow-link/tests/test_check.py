@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from communicators import SLOT_BYTES, Link, Payload, Round, SimulatedWorld, allreduce, barrier, run
-from slow_link import measure
-from slow_link.check import Row, _line, cost, good
+from slow_link import Launcher, measure
+from slow_link.check import Row, _line, cost, good, modelled, seconds_per_launch, short_repeats
 from slow_link.measure import PING_BYTES, SUM_BYTES, BareCalls, Found
 from slow_link.throttled import Throttled
 
@@ -40,6 +40,17 @@ def test_the_model_has_the_messages_and_bytes_of_the_simulated_clock(kind, ranks
 def test_a_row_beyond_the_tolerance_is_marked(ratio, fits):
     row = Row(2, Found("gloo", "ping-pong", 1 << 16, [0.1 * ratio + 0.02] * 5), model=0.1, software=0.02)
     assert good([row]) == fits == (not _line(row).endswith("!"))
+
+
+@pytest.mark.parametrize(("mbit", "milliseconds"), [(100, 0.0), (100, 1.0), (10, 50.0), (0.1, 3e3)])
+def test_a_launch_has_time_for_all_that_it_measures(mbit, milliseconds):
+    """And of short ping-pongs there are fewer on a link on which they take long."""
+    link, repeats = Launcher(ranks=4, mbit_per_second=mbit, milliseconds=milliseconds), 15
+    short = short_repeats(link, repeats)
+    assert (short == 20 * repeats) == (milliseconds <= 1)
+    times = {nbytes: short if nbytes == PING_BYTES[0] else repeats for nbytes in PING_BYTES}
+    once = sum(2 * times[nbytes] * modelled("ping-pong", nbytes, link) for nbytes in PING_BYTES)
+    assert seconds_per_launch(link, repeats) > 2 * (once + repeats * modelled("allreduce", SUM_BYTES, link)) + 60
 
 
 @pytest.mark.parametrize(("rank", "serves"), [(0, True), (1, False), (2, True)])
@@ -78,7 +89,7 @@ def test_rank_0_prints_every_measurement_with_all_repeats(slow, monkeypatch, cap
 
     def body(comm):
         own.bare, own.comm = bare_calls(comm), comm if slow is None else Throttled(comm, slow)
-        measure.main("gloo", 2)
+        measure.main("gloo", 2, 40)
 
     SimulatedWorld(4).run(body)
     found = [Found(*json.loads(line)) for line in capsys.readouterr().out.splitlines()]

@@ -21,10 +21,13 @@ from typing import NamedTuple
 
 from slow_link.launcher import Launcher
 from slow_link.link import open_link
-from slow_link.measure import PING_BYTES, Found
+from slow_link.measure import PING_BYTES, SUM_BYTES, Found
 
 TOLERANCE = 0.15
 SECONDS_PER_LAUNCH = 120.0
+"""Time limit of a launch, besides what its link takes."""
+SHORT_SECONDS = 10.0
+"""Most time that short ping-pongs take beyond those of `repeats`."""
 COLUMNS = ("model ms", "least", "tenth", "median", "software", "tenth/model", "less software")
 HEADER = f"{'P':>2} {'by':22}{'what':10}{'bytes':>10} {''.join(f'{name:>{len(name) + 3}}' for name in COLUMNS)}"
 
@@ -72,9 +75,8 @@ def rows(link: Launcher, repeats: int) -> Iterator[Row]:
         nowhere = _measured(Launcher(ranks=link.ranks), kind, repeats)
         software = {found.who: min(found.seconds) for found in nowhere if found.nbytes == PING_BYTES[0]}
         for found in _measured(link, kind, repeats):
-            messages, nbytes = cost(found.what, found.nbytes, link.ranks)
-            model = messages * link.alpha + nbytes * link.beta
-            yield Row(link.ranks, found, model, messages * software[found.who])
+            messages, _ = cost(found.what, found.nbytes, link.ranks)
+            yield Row(link.ranks, found, modelled(found.what, found.nbytes, link), messages * software[found.who])
 
 
 def cost(what: str, nbytes: int, ranks: int) -> tuple[int, float]:
@@ -84,11 +86,29 @@ def cost(what: str, nbytes: int, ranks: int) -> tuple[int, float]:
     return 2 * math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks * nbytes
 
 
+def modelled(what: str, nbytes: int, link: Launcher) -> float:
+    """Seconds that the model gives a measurement on this link."""
+    messages, carried = cost(what, nbytes, link.ranks)
+    return messages * link.alpha + carried * link.beta
+
+
+def short_repeats(link: Launcher, repeats: int) -> int:
+    """Repeats of a short ping-pong: twenty times as many where that takes little time."""
+    often = 20 * repeats
+    return max(repeats, min(often, int(SHORT_SECONDS / (2 * link.alpha)))) if link.alpha else often
+
+
+def seconds_per_launch(link: Launcher, repeats: int) -> float:
+    """Time limit: three times what the model gives bare calls and ours, and what else a launch may take."""
+    pings = sum(2 * modelled("ping-pong", nbytes, link) for nbytes in PING_BYTES)
+    return SECONDS_PER_LAUNCH + 3 * 2 * (repeats + 1) * (pings + modelled("allreduce", SUM_BYTES, link))
+
+
 def _measured(link: Launcher, kind: str, repeats: int) -> list[Found]:
     """Measurements that rank 0 printed."""
-    command = [sys.executable, "-m", "slow_link.measure", kind, str(repeats)]
+    command = [sys.executable, "-m", "slow_link.measure", kind, str(repeats), str(short_repeats(link, repeats))]
     launch = link.mpiexec if kind == "mpi" else link.processes
-    done = launch(command, timeout=SECONDS_PER_LAUNCH)
+    done = launch(command, timeout=seconds_per_launch(link, repeats))
     every = done if isinstance(done, list) else [done]
     for one in every:
         if one.returncode:

@@ -1,6 +1,6 @@
 """Measurements of the self-check on every rank: times of ping-pongs and allreduces, printed by rank 0 as JSON.
 
-python -m slow_link.measure mpi|gloo REPEATS
+python -m slow_link.measure mpi|gloo REPEATS SHORT_REPEATS
 """
 
 import json
@@ -66,10 +66,10 @@ def over_gloo() -> BareCalls:
     return BareCalls("torch gloo", dist.send, dist.recv, dist.all_reduce, dist.barrier, dist.destroy_process_group)
 
 
-def measurements(bare: BareCalls, comm: Communicator, repeats: int) -> Iterator[Found]:
+def measurements(bare: BareCalls, comm: Communicator, repeats: int, short_repeats: int) -> Iterator[Found]:
     """Measures ping-pongs of all pairs (2i, 2i + 1) at once, one way, then allreduces: bare ones, then ours.
 
-    Short messages are repeated more often, because they take little time. Ping-pongs need no barrier between them: no
+    short_repeats: of short messages, which mostly take little time. Ping-pongs need no barrier between them: no
     rank serves before the last ball is back.
     """
     x = torch.ones(SUM_BYTES // 4)
@@ -81,7 +81,7 @@ def measurements(bare: BareCalls, comm: Communicator, repeats: int) -> Iterator[
         del calls[bare.name]
     for who, (ping_pong, _) in calls.items():
         for nbytes in PING_BYTES:
-            often = repeats if nbytes > SHORT_BYTES else 20 * repeats
+            often = repeats if nbytes > SHORT_BYTES else short_repeats
             there = [seconds / 2 for seconds in _times(often, partial(ping_pong, nbytes))]
             yield Found(who, "ping-pong", nbytes, there)
     for who, (_, summing) in calls.items():
@@ -119,11 +119,11 @@ def _times(repeats: int, once: Callable[[], object], before: Callable[[], object
     return seconds[1:]
 
 
-def main(kind: str, repeats: int) -> None:
+def main(kind: str, repeats: int, short_repeats: int) -> None:
     """Measures on all ranks (collective); rank 0 prints a line of JSON for each measurement."""
     bare = over_mpi() if kind == "mpi" else over_gloo()
     comm = behind_link()
-    for who, what, nbytes, seconds in measurements(bare, comm, repeats):
+    for who, what, nbytes, seconds in measurements(bare, comm, repeats, short_repeats):
         if comm.rank == 0:
             print(json.dumps((f"{who}, {kind}" if who == OURS else who, what, nbytes, seconds)), flush=True)
     bare.barrier()
@@ -132,4 +132,4 @@ def main(kind: str, repeats: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))
