@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from slow_link import __main__ as command
 from slow_link import missing
 from slow_link.missing import obstacle
 
@@ -87,9 +88,44 @@ def test_no_unshare_is_an_obstacle(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("--ranks 0 -- true", "expected 1 … 64 ranks, got 0"), ("sweep foo", "unrecognized arguments: foo")],
+    [
+        ("--ranks 0 -- true", "expected 1 … 64 ranks, got 0"),
+        ("sweep foo", "unrecognized arguments: foo"),
+        *((f"check --ranks {ranks}", f"is played by two, got '{ranks}'") for ranks in ("0", "-2", "3", "66", "2.0")),
+        *((f"check --repeats {count}", f"a whole number of 2 or more, got '{count}'") for count in ("0", "1", "-1")),
+        *((f"--timeout {s} --ranks 1 -- true", f"seconds above 0, such as 60, got '{s}'") for s in ("nan", "0", "-1")),
+    ],
 )
-def test_wrong_arguments_are_told_in_a_line(words, said):
-    done = subprocess.run([sys.executable, "-m", "slow_link", *words.split()], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].endswith(said)
+def test_wrong_arguments_are_told_in_a_line(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(command, "enter_user_namespaces", lambda: None)
+    try:
+        status = command.main(words.split())
+    except SystemExit as ended:
+        status = ended.code
+    told = capsys.readouterr()
+    assert (status, told.out) == (2, "")
+    assert told.err.splitlines()[-1].endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "status"),
+    [
+        (RuntimeError("the switch is not running"), "slow_link: the switch is not running", 2),
+        (subprocess.TimeoutExpired("sleep", 120.0), "stopped: it did not end within 120 s", 124),
+    ],
+)
+def test_what_fails_on_the_way_is_told_in_a_line(error, said, status, capsys, monkeypatch):
+    def fails(argv):
+        raise error
+
+    monkeypatch.setattr(command, "enter_user_namespaces", lambda: None)
+    monkeypatch.setattr(command, "check_command", fails)
+    assert command.main(["check"]) == status
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_a_sweep_without_ip_says_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(command, "enter_user_namespaces", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert command.main(["sweep"]) == 2
+    assert capsys.readouterr().err == "slow_link: no `ip` on the PATH (packages iproute2, procps)\n"

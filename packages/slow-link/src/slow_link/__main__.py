@@ -1,13 +1,16 @@
 """Command line: run a program behind a slow link, check the link, or clean up after a killed run."""
 
 import argparse
+import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from slow_link.launcher import MOST_RANKS
 from slow_link.link import SlowLink
-from slow_link.missing import Unavailable, enter_user_namespaces
+from slow_link.missing import enter_user_namespaces
 from slow_link.namespaces import CONGESTION, sweep
 from slow_link.ports import PRESETS, Port, amount, lines_of, ports_of
 from slow_link.programs import program
@@ -18,6 +21,7 @@ USAGE = """%(prog)s [--rate RATE] [--delay DELAY] -- mpiexec -n P COMMAND ...
        %(prog)s check [--rate RATE] [--delay DELAY] [--ranks P ...]
        %(prog)s sweep"""
 NOT_STARTED, TOO_LONG, INTERRUPTED = 2, 124, 130
+N = TypeVar("N", int, float)
 RANK_HELP = (
     "ports of some ranks, again and again: 3:up=5mbit,down=50mbit,delay=30ms,jitter=5ms,loss=0.1%% or "
     f"0-2:PRESET, of {', '.join(PRESETS)}"
@@ -31,6 +35,12 @@ def main(argv: Sequence[str]) -> int:
         enter_user_namespaces()
         command = commands.get(argv[0]) if argv else None
         return command(argv[1:]) if command else run_command(argv)
+    except (OSError, RuntimeError, ValueError) as error:  # of the machine, of the link, of what was asked for
+        print(f"slow_link: {error}", file=sys.stderr)
+        return NOT_STARTED
+    except subprocess.TimeoutExpired as error:
+        print(f"stopped: it did not end within {error.timeout:g} s", file=sys.stderr)
+        return TOO_LONG
     except KeyboardInterrupt:
         print("slow_link: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -51,23 +61,16 @@ def run_command(argv: Sequence[str]) -> int:
     parser.add_argument("--rank", action="append", default=[], metavar="RANKS:SETTINGS", help=RANK_HELP)
     parser.add_argument("--ports", type=Path, metavar="FILE", help="of lines as of --rank, which change them")
     parser.add_argument("--congestion", default=CONGESTION, metavar="NAME", help="TCP's, such as bbr; default reno")
-    parser.add_argument("--timeout", type=float, default=float("inf"), metavar="SECONDS", help="default: none")
+    parser.add_argument("--timeout", type=time_limit, default=math.inf, metavar="SECONDS", help="default: none")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="what runs, after --")
     options = parser.parse_args(argv)
-    try:
-        found = program(options.command, ranks=options.ranks)
-        default = Port(up=options.rate, down=options.rate, delay=options.delay)
-        lines = [*(lines_of(options.ports) if options.ports else []), *options.rank]
-        ports = ports_of(lines, found.ranks, default) if found.ranks > 0 else None
-        with SlowLink(ranks=found.ranks, ports=ports, congestion=options.congestion) as link:
-            print(link.describe(), file=sys.stderr, flush=True)
-            done = found.run(link, timeout=options.timeout)
-    except (OSError, Unavailable, ValueError) as error:  # ValueError: not understood, or too many ranks
-        print(f"slow_link: {error}", file=sys.stderr)
-        return NOT_STARTED
-    except subprocess.TimeoutExpired:
-        print(f"stopped: it did not end within {options.timeout:g} s", file=sys.stderr)
-        return TOO_LONG
+    found = program(options.command, ranks=options.ranks)
+    default = Port(up=options.rate, down=options.rate, delay=options.delay)
+    lines = [*(lines_of(options.ports) if options.ports else []), *options.rank]
+    ports = ports_of(lines, found.ranks, default) if found.ranks > 0 else None
+    with SlowLink(ranks=found.ranks, ports=ports, congestion=options.congestion) as link:
+        print(link.describe(), file=sys.stderr, flush=True)
+        done = found.run(link, timeout=options.timeout)
     return next((one.returncode for one in done if one.returncode), 0)
 
 
@@ -80,11 +83,9 @@ def check_command(argv: Sequence[str]) -> int:
         return NOT_STARTED
     parser = argparse.ArgumentParser(prog="python -m slow_link check", description=check.__doc__)
     add_link(parser)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="even; default 2 4")
-    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="of each measurement; default 15")
+    parser.add_argument("--ranks", type=players, nargs="+", default=[2, 4], metavar="P", help="even; default 2 4")
+    parser.add_argument("--repeats", type=repeats, default=15, metavar="N", help="of each measurement; default 15")
     options = parser.parse_args(argv)
-    if any(size % 2 for size in options.ranks):
-        parser.error("ping-pong is played by two: --ranks must be even")
     link = {"mbit_per_second": options.rate, "milliseconds": options.delay}
     return 0 if good(check(**link, ranks=options.ranks, repeats=options.repeats)) else 1
 
@@ -106,6 +107,31 @@ def rate(text: str) -> float:
 def delay(text: str) -> float:
     """Parses a delay into milliseconds; ArgumentTypeError for anything else."""
     return _amount(text, "delay")
+
+
+def time_limit(text: str) -> float:
+    """Parses seconds above 0; ArgumentTypeError for anything else."""
+    return _number(text, float, lambda seconds: seconds > 0, "seconds above 0, such as 60")
+
+
+def players(text: str) -> int:
+    """Parses an even number of ranks; ArgumentTypeError for anything else."""
+    even = f"an even number of ranks from 2 to {MOST_RANKS}: ping-pong is played by two"
+    return _number(text, int, lambda ranks: ranks in range(2, MOST_RANKS + 1, 2), even)
+
+
+def repeats(text: str) -> int:
+    """Parses a number of repeats of which a tenth can be taken; ArgumentTypeError for anything else."""
+    return _number(text, int, lambda count: count >= 2, "a whole number of 2 or more")
+
+
+def _number(text: str, kind: Callable[[str], N], fits: Callable[[N], bool], expected: str) -> N:
+    try:
+        if fits(value := kind(text)):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
 
 def _amount(text: str, kind: str) -> float:

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -149,7 +150,9 @@ def end_processes(name: str) -> None:
 
 
 def call(*command: str) -> str:
-    """Runs a command and returns its output; RuntimeError with its complaint if it failed."""
+    """Runs a command and returns its output; RuntimeError with its complaint if it failed, or is not there."""
+    if shutil.which(command[0]) is None:
+        raise RuntimeError(f"no `{command[0]}` on the PATH (packages iproute2, procps)")
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
