@@ -235,6 +235,24 @@ def test_segments_pass_the_burst_whole_and_are_single_packets_where_some_are_los
 
 @pytest.mark.slow
 @emulated
+@pytest.mark.parametrize(
+    ("ports", "nbytes"),
+    [
+        ([Port()] * 2, 1 << 22),
+        ([Port(up=500, down=500, delay=80)] * 2, 40_000_000),
+        ([Port(up=500, down=100, delay=20), Port(up=10, down=200, delay=60)], 8_000_000),
+        ([Port(up=1e6, down=1e6, delay=1e5)] * 2, 1 << 30),
+        ([Port()], 1 << 22),
+    ],
+)
+def test_tcp_may_have_four_times_as_much_under_way_as_fills_the_longest_path(ports, nbytes):
+    with SlowLink(ranks=len(ports), ports=ports) as net:
+        assert net.buffer == nbytes
+        for done in net.processes(["cat", *(f"/proc/sys/net/ipv4/tcp_{way}mem" for way in "rw")], timeout=20):
+            assert [int(line.split()[2]) for line in done.stdout.splitlines()] == [nbytes] * 2
+
+
+@emulated
 def test_ping_pong_takes_the_modelled_time():
     with link() as net:
         first, second = net.processes([sys.executable, "-c", OVER_SOCKETS], timeout=30)

@@ -93,6 +93,17 @@ class SlowLink(Launcher):
             f"{equal.delay:g} ms one way{other}"
         )
 
+    @property
+    def buffer(self) -> int:
+        """Most bytes that TCP keeps of a connection in each direction: four times what fills the longest path."""
+        paths = [
+            min(self._ports[source].up, self._ports[target].down)
+            * (between(self._ports, source, target)[0] + between(self._ports, target, source)[0])
+            for source, target in itertools.permutations(range(self.ranks), 2)
+        ]
+        filled = 1e6 / 8 * max(paths, default=0.0)
+        return round(min(namespaces.MOST_BUFFER, max(namespaces.LEAST_BUFFER, 4 * filled)))
+
     def prefix(self, rank: int) -> list[str]:
         """Words that enter the rank's network namespace."""
         return ["ip", "netns", "exec", namespaces.name_of(self._number, rank)]
@@ -140,10 +151,9 @@ class SlowLink(Launcher):
                 ours.callback(os.close, device)
                 devices.append(device)
                 namespace = namespaces.name_of(self._number, rank)
-                rates = {"bits_per_second": 1e6 * self._ports[rank].up}
-                namespaces.create(
-                    namespace, name, rank=rank, whole=not self._loses(), congestion=self._congestion, **rates
-                )
+                how: dict[str, Any] = {"congestion": self._congestion, "buffer": self.buffer}
+                rate = 1e6 * self._ports[rank].up
+                namespaces.create(namespace, name, rank=rank, bits_per_second=rate, whole=not self._loses(), **how)
             self._switch = self._started_switch(devices)
 
     def _started_switch(self, devices: list[int]) -> subprocess.Popen[bytes]:

@@ -20,6 +20,8 @@ DEVICE = "e0"
 """The rank's only device besides loopback."""
 
 SEGMENT_BYTES = 9000
+LEAST_BUFFER, MOST_BUFFER = 1 << 22, 1 << 30
+"""Bytes that TCP may keep of a connection in each direction: as Linux has them, and the largest window there is."""
 BURST_BYTES = 10_000
 """Burst that `tbf` lets through at once: a little more than one segment. The switch spaces it out.
 
@@ -36,8 +38,6 @@ _END_SECONDS = 5.0
 _SETTINGS = (
     "net.ipv4.tcp_slow_start_after_idle=0",
     "net.ipv4.tcp_no_metrics_save=1",
-    "net.ipv4.tcp_wmem=4096 16384 4194304",
-    "net.ipv4.tcp_rmem=4096 131072 4194304",
     "net.ipv6.conf.all.disable_ipv6=1",
 )
 
@@ -75,16 +75,24 @@ def address_of(rank: int) -> str:
 
 
 def create(
-    name: str, tun: str, *, rank: int, bits_per_second: float, whole: bool = True, congestion: str = CONGESTION
+    name: str,
+    tun: str,
+    *,
+    rank: int,
+    bits_per_second: float,
+    whole: bool = True,
+    congestion: str = CONGESTION,
+    buffer: int = LEAST_BUFFER,
 ) -> None:
     """Creates a namespace that holds the TUN device `tun` as `DEVICE`, up, with the rank's address and this rate.
 
     whole: whether the kernel may hand over segments of several packets, of which none can be lost alone. congestion:
-    TCP's congestion control.
+    TCP's congestion control. buffer: most bytes that it keeps of a connection, sent and received.
     """
     call("ip", "netns", "add", name)
     call("ip", "link", "set", tun, "netns", name, "name", DEVICE)
-    call("ip", "netns", "exec", name, "sysctl", "-qw", *_SETTINGS)
+    buffers = f"net.ipv4.tcp_wmem=4096 16384 {buffer}", f"net.ipv4.tcp_rmem=4096 131072 {buffer}"
+    call("ip", "netns", "exec", name, "sysctl", "-qw", *_SETTINGS, *buffers)
     inside = ("ip", "-n", name)
     segments = ("gso_max_size", str(SEGMENT_BYTES)) if whole else ("gso_max_segs", "1")
     call(*inside, "link", "set", "lo", "up")
@@ -92,7 +100,7 @@ def create(
     call(*inside, "address", "add", f"{address_of(rank)}/24", "dev", DEVICE)
     call(*inside, "link", "set", DEVICE, "up")
     call(*inside, "route", "change", "10.77.0.0/24", "dev", DEVICE, "congctl", congestion, *WINDOW)
-    shape = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(BURST_BYTES), "limit", "64mb")
+    shape = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(BURST_BYTES), "limit", str(max(1 << 26, buffer)))
     call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", *shape)
 
 
