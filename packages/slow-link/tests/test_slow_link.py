@@ -252,6 +252,16 @@ def test_tcp_may_have_four_times_as_much_under_way_as_fills_the_longest_path(por
             assert [int(line.split()[2]) for line in done.stdout.splitlines()] == [nbytes] * 2
 
 
+@pytest.mark.parametrize("variables", ["store", "mpi_environment"])
+def test_nccl_is_kept_on_the_link_unless_the_user_says_otherwise(variables, monkeypatch):
+    for name in slow_link_module.NCCL:
+        monkeypatch.delenv(name, raising=False)
+    assert getattr(link(), variables)().items() >= {"NCCL_P2P_DISABLE": "1", "NCCL_SOCKET_IFNAME": "e0"}.items()
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    assert getattr(link(), variables)()["NCCL_P2P_DISABLE"] == "0"
+    assert not any(name.startswith("NCCL") for name in getattr(Launcher(ranks=2), variables)())
+
+
 @emulated
 def test_ping_pong_takes_the_modelled_time():
     with link() as net:

@@ -21,6 +21,14 @@ from slow_link.ports import Port, between
 THROTTLE = "SLOW_LINK_THROTTLE"
 """Environment variable with α and β, in seconds and seconds per byte, which `throttled.behind_link` reads."""
 
+NCCL = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": namespaces.DEVICE,
+}
+"""Variables that keep NCCL on the link: by itself it copies between GPUs of one machine, whatever their namespaces."""
+
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 _numbers = itertools.count(1)
 
@@ -108,6 +116,14 @@ class SlowLink(Launcher):
         """Words that enter the rank's network namespace."""
         return ["ip", "netns", "exec", namespaces.name_of(self._number, rank)]
 
+    def mpi_environment(self) -> Mapping[str, str]:
+        """MPICH's variables, and NCCL's."""
+        return {**super().mpi_environment(), **_nccl()}
+
+    def store(self) -> Mapping[str, str]:
+        """Variables of env:// and gloo, and NCCL's."""
+        return {**super().store(), **_nccl()}
+
     def first_address(self) -> tuple[str, int]:
         """Address of rank 0; any port is free, because the namespace is new."""
         return namespaces.address_of(0), 29500
@@ -184,6 +200,11 @@ class SlowLink(Launcher):
                 self._switch = None
             for name in namespaces.ours(self._number):
                 namespaces.remove(name)
+
+
+def _nccl() -> dict[str, str]:
+    """NCCL's variables, as the user has set them, else so that it uses the link."""
+    return {name: os.environ.get(name, value) for name, value in NCCL.items()}
 
 
 def _told(port: Port) -> str:
