@@ -252,6 +252,26 @@ def test_tcp_may_have_four_times_as_much_under_way_as_fills_the_longest_path(por
             assert [int(line.split()[2]) for line in done.stdout.splitlines()] == [nbytes] * 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        *((SlowLink, {"flip_every": n}) for n in (-1, 1.5, True)),
+        *((ThrottledLink, {"mbit_per_second": rate}) for rate in (0, float("nan"))),
+        *((ThrottledLink, {"milliseconds": late}) for late in (-1, float("nan"), float("inf"))),
+    ],
+)
+def test_a_link_of_no_number_is_refused(kind, wrong):
+    with pytest.raises(ValueError, match="expected"):
+        kind(ranks=2, **wrong)
+
+
+def test_a_link_is_entered_before_ranks_are_started():
+    net = link()
+    for early in (lambda: net.processes(["true"], timeout=5), lambda: net.darken(0)):
+        with pytest.raises(RuntimeError, match="enter it by `with`"):
+            early()
+
+
 @pytest.mark.parametrize("variables", ["store", "mpi_environment"])
 def test_nccl_is_kept_on_the_link_unless_the_user_says_otherwise(variables, monkeypatch):
     for name in slow_link_module.NCCL:
@@ -381,14 +401,15 @@ def test_throttled_link_says_so(monkeypatch, capsys):
     assert isinstance(behind_link(), Throttled)
 
 
-def test_signals_that_end_a_process_are_exceptions_in_the_main_thread_alone():
-    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)), _ending_as_exceptions():
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_signals_that_end_a_process_are_exceptions_in_the_main_thread_alone(number):
+    with pytest.raises(SystemExit, match=str(128 + number)), _ending_as_exceptions():
+        os.kill(os.getpid(), number if signal.getsignal(number) is not signal.SIG_DFL else 0)
+    assert signal.getsignal(number) is signal.SIG_DFL
 
     def inside():
         with _ending_as_exceptions():
-            return signal.getsignal(signal.SIGTERM)
+            return signal.getsignal(number)
 
     with ThreadPoolExecutor(1) as other:
         assert other.submit(inside).result() is signal.SIG_DFL

@@ -1,6 +1,7 @@
 """Starts ranks side by side, by mpiexec, by torchrun or as plain processes; none of them is left afterwards."""
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -49,7 +50,7 @@ class Launcher:
     def __init__(self, *, ranks: int, mbit_per_second: float = float("inf"), milliseconds: float = 0.0) -> None:
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"expected 1 … {MOST_RANKS} ranks, got {ranks}")
-        if mbit_per_second <= 0 or milliseconds < 0:
+        if not (mbit_per_second > 0 and 0 <= milliseconds < math.inf):
             raise ValueError(f"expected Mbit/s > 0 and ms >= 0, got {mbit_per_second} and {milliseconds}")
         self.ranks = ranks
         self.alpha, self.beta = milliseconds * 1e-3, 8e-6 / mbit_per_second
@@ -87,7 +88,7 @@ class Launcher:
         return {"MASTER_ADDR": host, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": self.device}
 
     def watch(self) -> None:
-        """Raises an error if the link has broken; called while ranks run."""
+        """Raises an error if the link is not there; called before and while ranks run."""
 
     def end(self, processes: Sequence[Popen[bytes]], *, launchers: bool) -> None:
         """Ends the processes started here, and any that ranks have left behind on the link.
@@ -180,6 +181,7 @@ class Launcher:
         launchers: bool,
     ) -> list[CompletedProcess[str]]:
         """Runs commands side by side, each with additions to the environment; returns their results in order."""
+        self.watch()
         processes: list[Popen[bytes]] = []
         with ExitStack() as files:
             kept = [[files.enter_context(tempfile.TemporaryFile()) for _ in range(2 * capture)] for _ in commands]

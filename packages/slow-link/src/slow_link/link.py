@@ -29,15 +29,15 @@ NCCL = {
 }
 """Variables that keep NCCL on the link: by itself it copies between GPUs of one machine, whatever their namespaces."""
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _numbers = itertools.count(1)
 
 
 class SlowLink(Launcher):
     """Emulated link, a context manager: entering builds it (`Unavailable` where that cannot be), leaving removes it.
 
-    SIGTERM and SIGHUP become exceptions inside the block, unless they are handled already, so that the link is removed
-    then too.
+    SIGTERM, SIGHUP and SIGQUIT become exceptions inside the block, unless they are handled already, so that the link is
+    removed then too.
 
     Args:
         ranks: Number of ranks.
@@ -71,6 +71,8 @@ class SlowLink(Launcher):
             mbit_per_second = min((min(port.up, port.down) for port in ports), default=mbit_per_second)
             milliseconds = 1e3 * max((between(ports, *pair)[0] for pair in pairs), default=0.0)
         super().__init__(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)
+        if isinstance(flip_every, bool) or not isinstance(flip_every, int) or flip_every < 0:
+            raise ValueError(f"flip_every is {flip_every!r}, expected a whole number of packets, or 0 for none")
         equal = Port(up=mbit_per_second, down=mbit_per_second, delay=milliseconds)
         self._ports = list(ports) if ports is not None else [equal] * ranks
         self._flip_every, self._congestion = flip_every, congestion
@@ -130,11 +132,14 @@ class SlowLink(Launcher):
 
     def darken(self, rank: int) -> None:
         """Cuts a rank off: nothing that it sends arrives, and nothing reaches it; no rank is told."""
+        self.watch()
         namespaces.darken(namespaces.name_of(self._number, rank))
 
     def watch(self) -> None:
-        """Raises an error if the switch has stopped."""
-        if self._switch is None or self._switch.poll() is not None:
+        """Raises an error if there is no link yet, or no more, or its switch has stopped."""
+        if self._switch is None:
+            raise RuntimeError("there is no link outside of its block: enter it by `with`, and start ranks inside")
+        if self._switch.poll() is not None:
             raise RuntimeError("the switch between the ranks is not running")
 
     def end(self, processes: Sequence[subprocess.Popen[bytes]], *, launchers: bool) -> None:
@@ -252,7 +257,7 @@ def open_link(*, ranks: int, mbit_per_second: float, milliseconds: float) -> Slo
 
 @contextmanager
 def _ending_as_exceptions() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into SystemExit in the main thread, unless they are handled already."""
+    """Turns SIGTERM, SIGHUP and SIGQUIT into SystemExit in the main thread, unless they are handled already."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -268,7 +273,7 @@ def _ending_as_exceptions() -> Iterator[None]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Delays SIGINT, SIGTERM and SIGHUP until the end of the block."""
+    """Delays SIGINT and those of `ENDING` until the end of the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
     try:
         yield

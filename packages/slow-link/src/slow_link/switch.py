@@ -168,7 +168,7 @@ def wire_bytes(packet: bytes) -> int:
 def main(argv: Sequence[str]) -> None:
     """Runs the switch for the process's whole life."""
     flip_every, lines, *ports = argv
-    for interruption in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for interruption in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(interruption, signal.SIG_IGN)  # the starter gets it too, and ends us in its own time
     with contextlib.suppress(OSError):  # ranks that busy-wait would hold it up for whole time slices
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(REALTIME_PRIORITY))
