@@ -386,6 +386,26 @@ def test_throttled_rounds_take_the_modelled_time():
     assert time.monotonic() - begin >= slow.seconds(4000, messages=1)
 
 
+def test_throttled_ranks_are_those_of_the_communicator():
+    """Its timeout, its duplicates, which are as slow, and its signals, which are not."""
+
+    def body(comm):
+        slow = Throttled(comm, Link(alpha=5e-3, beta=0.0))
+        slow.timeout = 7.0
+        again = slow.duplicate()
+        begin = time.monotonic()
+        total = allreduce(torch.ones(3), again)
+        assert time.monotonic() - begin >= 5e-3
+        signals = slow.signals()
+        signals.send(comm.rank, 5)
+        assert signals.poll() == [(comm.rank, 5)]
+        signals.close()
+        again.close()
+        return comm.timeout, slow.timeout, total.tolist()
+
+    assert SimulatedWorld(2).run(body) == [(7.0, 7.0, [2.0] * 3)] * 2
+
+
 def test_throttled_link_says_so(monkeypatch, capsys):
     monkeypatch.setattr(slow_link_module, "missing", lambda: ["network namespaces need root"])
     with open_link(ranks=1, mbit_per_second=100, milliseconds=1.0) as net:

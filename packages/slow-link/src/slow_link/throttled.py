@@ -2,11 +2,12 @@
 
 import os
 import time
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from communicators import Communicator, Link, Received, Round, Schedule, Work, as_communicator
+from communicators import Communicator, Link, Received, Round, Schedule, Signals, Work, as_communicator
 
 from slow_link.link import THROTTLE
 
@@ -27,8 +28,8 @@ class Throttled(Communicator):
     """Carries schedules over another communicator, each round no faster than a link would.
 
     A round takes α + β·b, b being the larger of what this rank sends and receives in it (full duplex). In the
-    background a waiting round delays other rounds of its rank, as on one port. There is no `native_allreduce`: it has
-    no rounds to delay.
+    background a waiting round delays other rounds of its rank, as on one port. Signals are not slowed. There is no
+    `native_allreduce`: it has no rounds to delay.
     """
 
     def __init__(self, comm: Communicator, link: Link) -> None:
@@ -42,6 +43,23 @@ class Throttled(Communicator):
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         return self._comm.start(slowed(schedule, self._link), facts=facts, timeout=timeout, device=device)
+
+    @property
+    def timeout(self) -> float:
+        return self._comm.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._comm.timeout = seconds
+
+    def duplicate(self) -> Communicator:
+        return Throttled(self._comm.duplicate(), self._link)
+
+    def signals(self, on_signal: Callable[[int, int], None] | None = None) -> Signals:
+        return self._comm.signals(on_signal)
+
+    def close(self) -> None:
+        self._comm.close()
 
     def clock(self) -> float:
         return self._comm.clock()
