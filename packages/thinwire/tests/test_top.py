@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from thinwire.__main__ import main
-from thinwire.top import command
+from thinwire.top import command, places
 from thinwire.top.command import look, watch
 from thinwire.top.places import Endpoints, NothingHere, RunFolder, place_of
 from thinwire.top.view import COLUMNS, Seen, frame
@@ -164,10 +164,27 @@ def test_one_endpoint_stands_for_all_of_its_machine_and_a_rank_that_vanishes_is_
 @pytest.mark.slow
 def test_a_rank_that_was_never_there_is_told(job):
     base, ends = job
-    ends[0].close()
+    ends[1].close()
     shown = console()
-    shown.print(look(place_of([f"127.0.0.1:{base + 1}"]), {}))
-    assert f"http://127.0.0.1:{base}/metrics does not answer" in shown.file.getvalue()
+    shown.print(look(place_of([f"127.0.0.1:{base}"]), {}))
+    assert f"http://127.0.0.1:{base + 1}/metrics does not answer" in shown.file.getvalue()
+
+
+@pytest.mark.parametrize("given", [9464, 9467])
+def test_ranks_of_other_machines_are_not_missed_on_this_one(given, monkeypatch):
+    """Of twelve in all, 4, 5 and 7 are here, and 6 of them is silent."""
+    here = {9464 + local: {"rank": 4 + local, "ranks": 12} for local in (0, 1, 3)}
+
+    def told(url):
+        return here.get(int(url.split(":")[2].partition("/")[0]), NothingHere(f"nothing answers at {url}"))
+
+    monkeypatch.setattr(places, "_told", told)
+    place = place_of([f"node:{given}"])
+    assert [stats["rank"] for stats in place.read().values()] == [4, 5, 7]
+    assert place.silent == ["http://node:9466/metrics"]
+    del here[9467]
+    here[9468] = {"rank": 8, "ranks": 12}  # has come later
+    assert [stats["rank"] for stats in place.read().values()] == [4, 5, 8]
 
 
 def test_a_job_that_ends_while_it_is_watched_is_told_in_a_line(job, monkeypatch):

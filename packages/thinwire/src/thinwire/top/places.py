@@ -15,6 +15,8 @@ from communicators import metrics
 Stats = Mapping[str, float]
 SECONDS = 2.0
 """Longest wait for an endpoint."""
+MOST_BESIDE = 64
+"""Ports on either side of a given one on which ranks of its machine are looked for."""
 
 
 class NothingHere(Exception):  # noqa: N818 - mostly a wrong address
@@ -38,7 +40,8 @@ class Place(ABC):
 class Endpoints(Place):
     """Endpoints of ranks, as `metrics.serving` makes them.
 
-    A single one stands for those of the same machine besides, on the ports round it, as the trainer makes them.
+    A single one stands for those of the same machine besides, on the ports round it, as the trainer makes them. Other
+    ranks may be on other machines: of these ports those count as silent that lie between ones that answer.
 
     Args:
         given: "HOST:PORT" of each rank, or a URL.
@@ -47,27 +50,31 @@ class Endpoints(Place):
     def __init__(self, given: Sequence[str]) -> None:
         self._urls = [url_of(each) for each in given]
         self._alone = len(given) == 1 and _is_address(given[0]) and given[0] not in self._urls
+        self._asked = not self._alone
 
     def read(self) -> dict[str, Stats]:
         """Statistics by URL."""
-        if self._alone:
-            self._urls, self._alone = self._neighbours(self._urls[0]), False
+        if not self._asked:
+            self._urls, self._asked = self._neighbours(self._urls[0]), True
         with ThreadPoolExecutor(max_workers=16) as pool:
             told = dict(zip(self._urls, pool.map(_told, self._urls), strict=True))
         found = {url: each for url, each in told.items() if not isinstance(each, NothingHere)}
-        self.silent = [url for url in told if url not in found]
         if not found:
             raise next(each for each in told.values() if isinstance(each, NothingHere))
+        places = [number for number, url in enumerate(self._urls) if url in found]
+        there = self._urls[places[0] : places[-1] + 1] if self._alone else self._urls
+        self.silent = [url for url in there if url not in found]
         return found
 
     def _neighbours(self, url: str) -> list[str]:
-        """URLs of the ranks of its machine, once it has told how many ranks there are."""
+        """URLs that ranks of its machine may have, once it has told how many ranks there are."""
         told = _told(url)
         if isinstance(told, NothingHere):
             raise told
         host, port = url.removesuffix("/metrics").rsplit(":", 1)
-        first, ranks = int(port) - int(told.get("rank", 0)), int(told.get("ranks", 1))
-        return [f"{host}:{first + rank}/metrics" for rank in range(ranks)]
+        rank, ranks = int(told.get("rank", 0)), int(told.get("ranks", 1))
+        beside = range(-min(rank, MOST_BESIDE), min(ranks - rank - 1, MOST_BESIDE) + 1)
+        return [f"{host}:{int(port) + step}/metrics" for step in beside if 0 < int(port) + step < 1 << 16]
 
 
 def url_of(given: str) -> str:
