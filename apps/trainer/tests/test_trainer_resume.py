@@ -198,6 +198,27 @@ def test_another_run_cannot_be_resumed(
         train(app, replace(options(resume="latest"), **changed), ranks)
 
 
+@pytest.mark.parametrize(
+    ("ended", "ranks", "changed", "says"),
+    [
+        (False, 2, {"lr": 0.2}, "--lr 0.05 then, 0.2 now"),
+        (False, 2, {"max_epochs": 3}, "--max-epochs 2 then, 3 now"),
+        (False, 1, {}, "has 2 ranks and no checkpoint yet, now there are 1"),
+        (False, 1, {"residuals": "carry"}, "has 2 ranks and no checkpoint yet, now there are 1"),
+        (True, 2, {}, "has ended and kept no checkpoint: --overwrite begins anew"),
+    ],
+)
+def test_a_run_without_a_checkpoint_starts_again_only_as_it_began(
+    app: App, options: Callable[..., Options], ended: bool, ranks: int, changed: dict[str, Any], says: str
+) -> None:
+    given = options(checkpoint_every=0)
+    assert killed_after(10**6 if ended else 4, app, given, 2) is not ended
+    before = {path: path.read_bytes() for path in given.output.rglob("*") if path.is_file()}
+    with pytest.raises(AgreedError, match=says):
+        train(app, replace(given, resume="latest", **changed), ranks)
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_finished_run_is_neither_overwritten_nor_invented(app: App, options: Callable[..., Options]) -> None:
     with pytest.raises(AgreedError, match="holds no run to resume"):
         train(app, options(resume="latest"), 2)

@@ -13,7 +13,7 @@ from typing import Any
 from communicators import Communicator
 
 from thinwire_trainer.agreement import all_or_none, gather_texts
-from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.command_line.options import Options, Settings
 from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.checkpoint import Manifest, State, file_name, load, mean_of
 from thinwire_trainer.records.run_folder import RunFolder
@@ -47,13 +47,14 @@ def resume(
     now, on rank 0; other settings are named before other data.
     None if the run was stopped before its first checkpoint: it then starts from the beginning.
     AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another number of ranks than
-    --residuals allows: the folder is then as it was, and the replica of no use.
+    --residuals allows, or the run has ended and kept none: the folder is then as it was, and the replica of no use.
     """
     which = options.resume or "latest"
     chosen = _agreed_choice(folder, which, comm)
     if chosen is None:
         with all_or_none(comm):
             if comm.rank == 0:
+                _require_begun_alike(folder, options, comm.size)
                 folder.require_kept(kept)
                 folder.metrics.truncate(0)
         return None
@@ -82,14 +83,32 @@ def _same_run(chosen: Path, options: Options, ranks: int) -> Manifest:
     manifest = Manifest.read(chosen)
     if options.elastic is None:
         _check_world(len(manifest.files), ranks, options.residuals)
-    if changed := options.changed(manifest.settings):
+    _require_settings(manifest.settings, options)
+    return manifest
+
+
+def _require_begun_alike(folder: RunFolder, options: Options, ranks: int) -> None:
+    """RunError unless the run, which has no checkpoint, can start from the beginning as its config.json says."""
+    if folder.model.exists():
+        raise RunError(f"the run in {folder.path} has ended and kept no checkpoint: --overwrite begins anew")
+    config = folder.recorded()
+    begun = config.get("world_size", ranks)
+    if options.elastic is None and begun != ranks:
+        raise RunError(
+            f"the run to resume has {begun!s:.40} ranks and no checkpoint yet, now there are {ranks}: start it with as "
+            f"many, or begin anew with --overwrite"
+        )
+    _require_settings(config | {"elastic": config.get("elastic") is not None}, options)
+
+
+def _require_settings(then: Settings, options: Options) -> None:
+    if changed := options.changed(then):
         listed = "; ".join(
             f"--{name.replace('_', '-')} {then!s:.40} then, {now} now" for name, (then, now) in changed.items()
         )
-        longer = manifest.settings.get("max_epochs") != options.settings().get("max_epochs")
+        longer = then.get("max_epochs") != options.settings().get("max_epochs")
         again = "give the same flags again" + LONGER * longer
         raise RunError(f"the run to resume has other settings ({listed}): {again}")
-    return manifest
 
 
 def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | None:
