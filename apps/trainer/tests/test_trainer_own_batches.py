@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import streams
 import torch
-from communicators import SimulatedWorld
+from communicators import Communicator, SimulatedWorld
 from resumed_runs import assert_same_bits, killed_after, result, train
 from thinwire_trainer.app import Batches, Carries, Keeps
 from thinwire_trainer.command_line.flags import parse
@@ -209,6 +209,22 @@ def test_a_run_goes_on_only_with_what_its_task_kept(asked: Callable[..., Options
     app = replace(streams.APP, build=lambda options, device: Renamed(streams.Net(), options))
     with pytest.raises(AgreedError, match=r"task.json is not what these data give"):
         train(app, replace(options, max_epochs=3, resume="latest"), 1)
+
+
+@pytest.mark.parametrize("strange", [0, 2])
+def test_ranks_whose_tasks_keep_different_things_are_refused_by_name(
+    asked: Callable[..., Options], strange: int
+) -> None:
+    def body(comm: Communicator) -> None:
+        class Fed(streams.Streams):
+            def kept(self) -> dict[str, Any]:
+                return {"symbols": list("abcd"), "train_data": f"data of {comm.rank == strange}"}
+
+        run(replace(streams.APP, build=lambda options, device: Fed(streams.Net(), options)), asked(), comm)
+
+    with pytest.raises(AgreedError, match=rf"rank {strange or 1} has other data than rank 0 \(other train data\)"):
+        SimulatedWorld(3).run(body)
+    assert not asked().output.joinpath("config.json").exists()
 
 
 def test_what_an_older_version_of_the_task_did_not_keep_is_not_compared(tmp_path: Path) -> None:

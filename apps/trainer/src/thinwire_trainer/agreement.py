@@ -4,10 +4,12 @@ Settings, failures of what each rank did for itself, and the step after which al
 them to.
 """
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +57,21 @@ def require_same(flags: Mapping[str, object], comm: Communicator) -> None:
                 raise AgreedError(
                     f"rank 0 was started with {here}, rank {rank} with {there}: start all ranks with the same flags"
                 )
+
+
+def require_same_data(kept: Mapping[str, Any] | None, comm: Communicator) -> None:
+    """Raise AgreedError, naming the first rank whose task keeps other things than rank 0's, if ranks have other data.
+
+    kept: this rank's content of task.json; fingerprints of the data are in it.
+    """
+    ours = {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in (kept or {}).items()}
+    here, *others = map(json.loads, gather_texts(json.dumps(ours), comm))
+    for rank, there in enumerate(others, 1):
+        if other := [name for name in here | there if here.get(name) != there.get(name)]:
+            raise AgreedError(
+                f"rank {rank} has other data than rank 0 (other {', '.join(other).replace('_', ' ')}): give all ranks "
+                f"the same"
+            )
 
 
 T = TypeVar("T")

@@ -44,7 +44,7 @@ def resume(
     """Put `replica` and the metrics back to the checkpoint that --resume names, and return its step.
 
     replica: one that has taken no step. steps_of: number of ranks -> steps in an epoch. kept: content of task.json by
-    now, on rank 0; other settings are named before other data.
+    now; other settings are named before other data.
     None if the run was stopped before its first checkpoint: it then starts from the beginning.
     AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another number of ranks than
     --residuals allows, or the run has ended and kept none: the folder is then as it was, and the replica of no use.

@@ -18,6 +18,7 @@ from thinwire_trainer.agreement import (
     all_or_none,
     gather_texts,
     require_same,
+    require_same_data,
 )
 from thinwire_trainer.app import App, Carries, Keeps, LeavesOut, Task
 from thinwire_trainer.command_line.flags import table_of
@@ -208,10 +209,11 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
 
 def _begin(app: App, training: Training, device: torch.device, choice: str) -> None:
     """A new folder, or an old one to go on with."""
-    options, folder, comm, kept = training.options, training.folder, training.comm, None
+    options, folder, comm = training.options, training.folder, training.comm
+    with all_or_none(comm):
+        kept = _kept(training.task)
+    require_same_data(kept, comm)
     with all_or_none(comm, advice=_advice(options)):
-        if comm.rank == 0:
-            kept = _kept(training.task)
         if comm.rank == 0 and options.resume is None:
             config = {"app": app.module} | _config(training, device, choice)
             folder.begin(config, kept=kept, overwrite=options.overwrite)
