@@ -83,6 +83,19 @@ def test_the_link_decides_and_the_run_is_one_of_what_was_chosen(
     assert_same_run(named, asked)
 
 
+@pytest.mark.usefixtures("working")
+@pytest.mark.parametrize(("said", "momenta"), [({}, (0.5, 0.9)), ({"momentum": 0.7}, (0.7, 0.7))])
+def test_adamw_has_the_momentum_of_what_was_chosen(
+    app: App, options: Callable[..., Options], tmp_path: Path, said: dict[str, float], momenta: tuple[float, float]
+) -> None:
+    """β₁ as with the algorithm by name, unless it is given; also when the run is gone on with."""
+    for link, momentum in zip((SLOW, FAST), momenta, strict=True):
+        given = options(algorithm="auto", optimizer="adamw", output=tmp_path / str(momentum), overwrite=True, **said)
+        train_over(link, app, given, 3)
+        assert config(given)["momentum"] == momentum
+        train_over(link, app, replace(given, overwrite=False, resume="latest"), 3)
+
+
 def test_alone_there_is_nothing_to_exchange(app: App, asked: Options) -> None:
     train(app, asked, 1)
     assert config(asked)["algorithm"] == "dense"

@@ -106,7 +106,7 @@ def _checked(
     entry.require_installed(given.algorithm)
     given.own = _own(given, entry, table, app.defaults)
     given.app = {flag.name: vars(given).pop(flag.name) for flag in app.flags}
-    given.own_flags = (*entry.flags, *app.flags)
+    given.own_flags, given.momentum_said = (*entry.flags, *app.flags), "momentum" in said
     entry.check(given.own, given.nworkers if given.elastic is None else 0)
     if given.elastic is not None and given.own.get("inject_delay", NO_DELAY) != NO_DELAY:
         raise RunError("--inject-delay names ranks, and those of --elastic change: leave it out")
@@ -224,10 +224,14 @@ def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> N
             f"makes of them, after it: leave it out"
         )
     if "momentum" not in said:
-        adamw = ADAMW_MOMENTUM if entry.nesterov else ADAMW_MOMENTUM_WAITING
-        given.momentum = MUON_MOMENTUM if given.optimizer == "muon" else adamw
+        given.momentum = MUON_MOMENTUM if given.optimizer == "muon" else adamw_momentum(entry)
     if "lr" not in said:
         given.lr = ADAMW_RATE
+
+
+def adamw_momentum(entry: Entry) -> float:
+    """AdamW's β₁, where it is not given."""
+    return ADAMW_MOMENTUM if entry.nesterov else ADAMW_MOMENTUM_WAITING
 
 
 def _check_momentum(given: Namespace, entry: Entry) -> None:

@@ -51,7 +51,7 @@ BEFORE: Settings = {
     "elastic": False,
 }
 
-OWN = ("own", "app", "own_flags")  # fields that are no flags themselves
+OWN = ("own", "app", "own_flags", "momentum_said")  # fields that are no flags themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Options:
     """One run's settings; `thinwire_trainer.command_line.flags.parse` checks every value and explains each.
 
     own: what the algorithm alone takes, every flag of its entry in the table, and nothing else. app: the app's own
-    flags. own_flags: all of these.
+    flags. own_flags: all of these. momentum_said: whether the momentum was given, so that no default takes its place.
     """
 
     dnn: str
@@ -102,6 +102,7 @@ class Options:
     own: Mapping[str, Any]
     app: Mapping[str, Any] = field(default_factory=dict)
     own_flags: Sequence[Flag] = ()
+    momentum_said: bool = True
 
     def flags(self) -> dict[str, Any]:
         """All of them by name, the app's and the algorithm's own last."""
