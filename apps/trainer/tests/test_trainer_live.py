@@ -246,3 +246,13 @@ def test_tensorboard_has_the_same_numbers(app: App, options: Given) -> None:
     assert taken == [(row["steps"], row["steps"]) for row in rows]
     assert [event.value for event in events.Scalars("train_loss")] == pytest.approx([row["train_loss"] for row in rows])
     assert events.Scalars("thinwire/selection.density")[-1].value == pytest.approx(0.2)
+
+
+def test_tensorboard_has_every_epoch_once_of_a_run_that_was_gone_on_with(app: App, options: Given) -> None:
+    """Also the one that the checkpoint is of."""
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    given = options(tensorboard=True, max_epochs=3, lr_schedule="constant")
+    for again in (given, replace(given, resume="previous", max_epochs=4)):
+        run(app, again, as_communicator(None))
+    shown = loading.EventAccumulator(str(given.output / "events")).Reload().Scalars("train_loss")
+    assert [event.step for event in shown] == [row["steps"] for row in read_metrics(given.output / "metrics.jsonl")]

@@ -150,8 +150,8 @@ class Events:
     def __init__(self, folder: Path, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a killed run wrote after the checkpoint that is resumed is purged.
-        self._writer = SummaryWriter(folder, purge_step=first_step)
+        # What a killed run wrote after the checkpoint that is resumed is purged; the epoch that ended there stays.
+        self._writer = SummaryWriter(folder, purge_step=first_step + 1)
 
     def write(self, row: Row, stats: Mapping[str, float]) -> None:
         """Add one epoch, and what training has cost rank 0 by then."""
