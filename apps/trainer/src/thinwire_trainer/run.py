@@ -254,4 +254,6 @@ def _config(training: Training, device: torch.device, choice: str) -> dict[str, 
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    return training.options.recorded() | described | ({"choice": choice} if choice else {})
+    made: dict[str, object] = {"choice": choice} if choice else {}
+    made |= {"compared": True} if training.options.compared else {}
+    return training.options.recorded() | described | made

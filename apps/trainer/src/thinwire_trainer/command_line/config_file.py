@@ -15,7 +15,7 @@ from thinwire_trainer.errors import RunError
 # What says where and on what a run was, or what became of it, but not how it trained.
 OWN_TO_A_RUN = {"at_least", "backend", "config", "device", "overwrite", "residuals", "resume"}
 IGNORED = (PER_RANK - {"nworkers", "tensorboard"}) | OWN_TO_A_RUN
-RECORDED = {"app", "choice", "hardware", "parameters", "python", "torch", "world_size"}
+RECORDED = {"app", "choice", "compared", "hardware", "parameters", "python", "torch", "world_size"}
 EITHER = ({"algorithm", "compression", "compressor"}, {"lr_schedule", "milestones"})
 """Flags that speak of the same: one of them on the command line takes the place of all in the file."""
 

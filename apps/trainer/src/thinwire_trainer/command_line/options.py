@@ -51,7 +51,7 @@ BEFORE: Settings = {
     "elastic": False,
 }
 
-OWN = ("own", "app", "own_flags", "momentum_said")  # fields that are no flags themselves
+OWN = ("own", "app", "own_flags", "momentum_said", "compared")  # fields that are no flags themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,7 @@ class Options:
 
     own: what the algorithm alone takes, every flag of its entry in the table, and nothing else. app: the app's own
     flags. own_flags: all of these. momentum_said: whether the momentum was given, so that no default takes its place.
+    compared: whether it is one of a comparison's runs, such as a demo's, which the next comparison may delete.
     """
 
     dnn: str
@@ -103,6 +104,7 @@ class Options:
     app: Mapping[str, Any] = field(default_factory=dict)
     own_flags: Sequence[Flag] = ()
     momentum_said: bool = True
+    compared: bool = False
 
     def flags(self) -> dict[str, Any]:
         """All of them by name, the app's and the algorithm's own last."""

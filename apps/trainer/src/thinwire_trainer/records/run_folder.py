@@ -101,8 +101,12 @@ class RunFolder:
             self.task.unlink(missing_ok=True)  # without config.json there is no run, and nothing is to be in the way
             raise
 
+    def holds_run(self) -> bool:
+        """Whether the folder holds (parts of) a run."""
+        return any(os.path.lexists(path) for path in (self.checkpoints.path, *self._files))
+
     def _require_empty(self) -> None:
-        if any(os.path.lexists(path) for path in (self.checkpoints.path, *self._files)):
+        if self.holds_run():
             raise RunError(
                 f"{self.path} already holds a run: give --resume to go on with it, --overwrite to delete it, "
                 f"or another folder with --output"
