@@ -60,6 +60,33 @@ def test_the_command_line_wins(app: App, tmp_path: Path) -> None:
         parse([config, "--algorithm", "gtopk", "--teams", "1"], app, world_size=None)
 
 
+@pytest.mark.few(6)
+@pytest.mark.parametrize("then", TABLE)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_what_the_algorithm_of_the_file_has_by_default_is_not_for_another(
+    app: App, tmp_path: Path, then: str, optimizer: str
+) -> None:
+    def asked(*flags: str) -> dict[str, Any]:
+        return parse([*flags, "--output=run"], app, world_size=2).flags()
+
+    taking = [name for name, entry in TABLE.items() if optimizer in entry.optimizers]
+    if then not in taking:
+        return
+    chosen = f"--optimizer={optimizer}"
+    config = written(tmp_path, parse([f"--algorithm={then}", chosen], app, world_size=2).recorded())
+    for now in taking:
+        assert asked(config, f"--algorithm={now}") == asked(f"--algorithm={now}", chosen), now
+    own = parse([f"--algorithm={then}", chosen, "--momentum=0.6", "--lr=0.2"], app, world_size=2).recorded()
+    kept = asked(written(tmp_path, own), "--algorithm=dense")
+    assert (kept["momentum"], kept["lr"]) == (0.6, 0.2)
+
+
+def test_another_optimizer_takes_nothing_of_the_one_in_the_file(app: App, tmp_path: Path) -> None:
+    config = written(tmp_path, {"optimizer": "adamw", "lr": 0.002, "momentum": 0.8})
+    assert parse([config, "--optimizer=sgd"], app, world_size=2).lr == 0.1
+    assert parse([config, "--optimizer=adamw"], app, world_size=2).lr == 0.002
+
+
 def test_what_describes_the_machine_is_left_to_this_one(app: App, tmp_path: Path) -> None:
     entries = {"output": "/elsewhere", "data_dir": "/there", "device": "cuda", "resume": "latest", "overwrite": True}
     entries |= {

@@ -27,7 +27,7 @@ def read(path: Path, parser: ArgumentParser, *, known: Mapping[str, Any], explic
     """
     overridden = set(explicit).union(*(group for group in EITHER if not group.isdisjoint(explicit)))
     chosen = {}
-    for name, value in _entries(path).items():
+    for name, value in entries(path).items():
         if name in IGNORED | RECORDED:
             continue
         if name not in known:
@@ -37,18 +37,19 @@ def read(path: Path, parser: ArgumentParser, *, known: Mapping[str, Any], explic
     return chosen
 
 
-def _entries(path: Path) -> Mapping[str, Any]:
+def entries(path: Path) -> Mapping[str, Any]:
+    """Entries of the file as they stand there; RunError where it holds none."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunError(f"--config {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise RunError(
             f"--config {path} is not JSON ({error}): give the config.json of a run, or one like it"
         ) from None
-    if not isinstance(entries, dict):
+    if not isinstance(found, dict):
         raise RunError(f"--config {path} holds no settings by name: give the config.json of a run, or one like it")
-    return entries
+    return found
 
 
 def _value(path: Path, name: str, value: Any, parser: ArgumentParser, *, like: object) -> Any:

@@ -53,7 +53,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
     try:
         said = explicit
         if explicit.get("config") is not None:
-            said = _from_file(explicit, defaults, parser, table, world_size) | explicit
+            said = _from_file(explicit, defaults, parser, app, world_size) | explicit
         given = Namespace(**{**defaults, **said})
         _check_ignored(given, app, parser)
         options = _checked(given, app, table, world_size, said=said)
@@ -76,22 +76,30 @@ def _from_file(
     explicit: Mapping[str, Any],
     defaults: Mapping[str, Any],
     parser: ArgumentParser,
-    table: Mapping[str, Entry],
+    app: App,
     world_size: int | None,
 ) -> dict[str, Any]:
     """Values in --config's file, besides those on the command line.
 
-    An optimizer or an algorithm that the command line names takes none of another's flags.
+    An optimizer or an algorithm that the command line names takes none of another's flags, and not its defaults.
     """
-    file = config_file.read(explicit["config"], parser, known=defaults, explicit=explicit)
+    file, table = config_file.read(explicit["config"], parser, known=defaults, explicit=explicit), entries_of(app)
+    recorded = config_file.entries(explicit["config"])
+    optimizer = recorded.get("optimizer", OPTIMIZERS[0])
     others: set[str] = set()
     if world_size is not None:  # the launcher has decided
         others.add("nworkers")
-    if explicit.get("optimizer") not in (None, file.get("optimizer", OPTIMIZERS[0])):
+    if explicit.get("optimizer") not in (None, optimizer):
         others |= OF_AN_OPTIMIZER
     if not {"algorithm", "compression"}.isdisjoint(explicit):
         algorithm = _algorithm(Namespace(**{**defaults, **file, **explicit}), table)
         others |= owners(table).keys() - {flag.name for flag in table[algorithm].flags}
+        then = table.get(str(recorded.get("algorithm")))
+        if then not in (None, table[algorithm]):
+            usual = {name: defaults[name] for name in ("lr", "momentum")}
+            usual |= {flag.name: app.defaults.get(flag.name, flag.default) for flag in then.flags}
+            usual |= optimizer_defaults(then, optimizer)
+            others |= {name for name, value in usual.items() if file.get(name) == value}
     return {name: value for name, value in file.items() if name not in others}
 
 
@@ -213,8 +221,9 @@ def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> N
         raise RunError(
             f"--optimizer {given.optimizer} is not for {given.algorithm}, which takes {', '.join(entry.optimizers)}"
         )
+    own = optimizer_defaults(entry, given.optimizer)
+    vars(given).update({name: value for name, value in own.items() if name not in said})
     if given.optimizer == "sgd":
-        vars(given).update({name: value for name, value in entry.defaults.items() if name not in said})
         return
     if given.nesterov:
         raise RunError("--nesterov is a form of SGD's momentum: AdamW has none, Muon always has it; leave it out")
@@ -223,15 +232,14 @@ def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> N
             f"--overlap sends gradients during backward, and with --optimizer adamw {given.algorithm} sends what AdamW "
             f"makes of them, after it: leave it out"
         )
-    if "momentum" not in said:
-        given.momentum = MUON_MOMENTUM if given.optimizer == "muon" else adamw_momentum(entry)
-    if "lr" not in said:
-        given.lr = ADAMW_RATE
 
 
-def adamw_momentum(entry: Entry) -> float:
-    """AdamW's β₁, where it is not given."""
-    return ADAMW_MOMENTUM if entry.nesterov else ADAMW_MOMENTUM_WAITING
+def optimizer_defaults(entry: Entry, optimizer: str) -> Mapping[str, float]:
+    """Settings of this optimizer under this algorithm that are not the app's, by name, where they are not given."""
+    if optimizer == "sgd":
+        return entry.defaults
+    adamw = ADAMW_MOMENTUM if entry.nesterov else ADAMW_MOMENTUM_WAITING
+    return {"lr": ADAMW_RATE, "momentum": MUON_MOMENTUM if optimizer == "muon" else adamw}
 
 
 def _check_momentum(given: Namespace, entry: Entry) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from thinwire_trainer.agreement import all_or_none, gather_texts
 from thinwire_trainer.command_line.flag import Flag
-from thinwire_trainer.command_line.flags import adamw_momentum
+from thinwire_trainer.command_line.flags import optimizer_defaults
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.run_folder import RunFolder
@@ -93,8 +93,8 @@ def _named(options: Options, found: Mapping[str, Any], table: Mapping[str, Synch
     own: dict[str, Any] = {flag.name: options.own.get(flag.name, flag.default) for flag in entry.flags}
     own |= {flag.name: _read(flag, found[flag.name]) for flag in entry.flags if flag.name in CHOSEN_WITH & found.keys()}
     entry.check(own, workers)
-    unsaid = options.optimizer == "adamw" and not options.momentum_said
-    momentum = adamw_momentum(entry) if unsaid else options.momentum
+    usual = {} if options.momentum_said else optimizer_defaults(entry, options.optimizer)
+    momentum = usual.get("momentum", options.momentum)
     of_the_app = [flag for flag in options.own_flags if flag.name in options.app]
     flags = (*entry.flags, *of_the_app)
     return replace(options, algorithm=str(found["algorithm"]), momentum=momentum, own=own, own_flags=flags)
