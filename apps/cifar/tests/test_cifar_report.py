@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rich.console import Console
+from thinwire_cifar import demo
 from thinwire_cifar.comparison import (
     GIGABIT,
     Prediction,
@@ -12,6 +13,7 @@ from thinwire_cifar.comparison import (
     show,
     summarise,
 )
+from thinwire_trainer.launching.placement import LAUNCHERS
 from thinwire_trainer.records.metrics import Row
 
 pytestmark = pytest.mark.quick
@@ -102,3 +104,17 @@ def test_predictions_follow_the_link_model(size: int) -> None:
     # Headers are the rest.
     assert seconds("dense") == pytest.approx(dense, rel=0.01)
     assert seconds("gtopk") == pytest.approx(gtopk, rel=0.01)
+
+
+@pytest.mark.parametrize(("given", "environment"), [(["--nworkers=1"], {}), ([], {"PMI_RANK": "0", "PMI_SIZE": "1"})])
+def test_a_demo_of_one_worker_is_refused_before_it_trains(
+    given: list[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variables in LAUNCHERS.values():
+        for variable in variables:
+            monkeypatch.delenv(variable, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(demo, "_work", lambda *given: None)
+    assert demo.main(given) == 2
+    assert "give --nworkers 2 or more" in capsys.readouterr().err

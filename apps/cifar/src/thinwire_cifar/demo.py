@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from thinwire_trainer.command_line import quantities
+from thinwire_trainer.errors import RunError
 from thinwire_trainer.launching.ending import StopRequest
 from thinwire_trainer.launching.placement import Placement, joined
 from thinwire_trainer.launching.workers import Job, run_job
@@ -23,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(behind_link.shown(behind_link.measured(given.nworkers)), flush=True)
 
     def job(place: Placement, request: StopRequest) -> Job:  # without checkpoints there is nothing to stop for
+        if (place.size if place.launcher else given.nworkers) < 2:
+            raise RunError("one worker has nobody to exchange gradients with: give --nworkers 2 or more")
         work = partial(_work, given, place)
         return Job(workers=given.nworkers, oversubscribe=given.oversubscribe, work=work, afterwards=told)
 
