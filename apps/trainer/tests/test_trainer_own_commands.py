@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import points
 import pytest
 import streams
 import torch
@@ -18,6 +19,7 @@ from thinwire_trainer.command import main
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import AgreedError, DamagedError, RunError
+from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.trained import trained
 
 APP = streams.APP
@@ -193,6 +195,16 @@ def test_a_model_is_there_without_what_only_training_needed(tmp_path: Path, monk
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tensorboard": True}))
     monkeypatch.setattr("thinwire_trainer.command_line.flags.find_spec", lambda name: None)
     assert trained(APP, tmp_path / "run").source.name == "model.pt"
+
+
+@pytest.mark.parametrize(("teams", "ranks"), [(2, 2), (2, 3), (1, 1)])
+def test_a_command_has_the_model_of_elastic_ranks(tmp_path: Path, teams: int, ranks: int) -> None:
+    """However many they were when they began."""
+    options = parse(["--elastic=here:1", "--algorithm=spardl", f"--teams={teams}"], points.APP, world_size=None)
+    folder = RunFolder(tmp_path)
+    folder.begin(options.recorded() | {"app": "points", "world_size": ranks}, kept=None, overwrite=False)
+    torch.save(torch.nn.Linear(2, 2).state_dict(), folder.model)
+    assert trained(points.APP, tmp_path).options.settings() == options.settings()
 
 
 def test_a_run_without_a_checkpoint_has_no_model_yet(tmp_path: Path) -> None:

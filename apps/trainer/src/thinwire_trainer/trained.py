@@ -62,8 +62,10 @@ def trained(app: App, path: Path) -> Trained:
     recorded = folder.recorded(wanted="no run: give the folder that --output named")
     if (other := recorded.get("app", app.module)) != app.module:
         raise RunError(f"{path} holds a run of {other!s:.40}, not of {app.module}: python -m {other!s:.40}")
+    elastic = recorded.get("elastic") is not None  # then the ranks do not count
     try:  # as anything that only training needs, what wrote the run's events may be missing here
-        options = parse([f"--config={folder.config}", "--no-tensorboard"], app, world_size=None)
+        argv = [f"--config={folder.config}", "--no-tensorboard", *["--elastic"] * elastic]
+        options = parse(argv, app, world_size=1 if elastic else None)
     except RunError as error:
         raise RunError(f"{path} holds no run that this {app.module} could have made: {error}") from None
     if os.path.lexists(folder.model):
