@@ -9,13 +9,16 @@ import pytest
 import streams
 import torch
 from communicators import SimulatedWorld
+from resumed_runs import train
+from thinwire_trainer.app import App
 from thinwire_trainer.command import main
 from thinwire_trainer.command_line.flags import parse
-from thinwire_trainer.errors import AgreedError, UsageError
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError, RunError, UsageError
 from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.table import Flag
 
-RECORDED = ["parameters", "app", "torch", "python", "hardware", "world_size", "choice"]
+RECORDED = ["parameters", "app", "torch", "python", "hardware", "world_size", "choice", "compared"]
 TAKEN = [*RECORDED, "lr", "help", "rank", "density", "config", "own", "own_flags", "no_lr"]
 
 
@@ -81,6 +84,15 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         for value in (0, -1, float("nan"), 1.5, None)
     },
 }
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])  # of 23 points, of which 2 leave one over
+def test_a_batch_that_is_too_small_to_normalise_is_one_line(
+    app: App, options: Callable[..., Options], batch_size: int
+) -> None:
+    with pytest.raises(RunError, match="a batch of 1 has one: give a greater --batch-size"):
+        train(app, options(batch_size=batch_size), 1)
+    train(app, options(batch_size=3, max_epochs=1, overwrite=True), 1)
 
 
 @pytest.mark.few(11)

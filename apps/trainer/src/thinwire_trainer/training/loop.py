@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from communicators import Communicator, allgather, allreduce
 from thinwire_trainer.agreement import AgreedStop, all_or_none
 from thinwire_trainer.app import LeavesOut, Task
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.errors import Stopped
+from thinwire_trainer.errors import RunError, Stopped
 from thinwire_trainer.launching.device import Clock
 from thinwire_trainer.records.metrics import Events, Row, TrainingProgress, require_metrics
 from thinwire_trainer.records.run_folder import RunFolder
@@ -138,7 +138,7 @@ def train_step(training: Training, read: Iterator[Any], *, samples: int) -> floa
     with synchroniser.gradients():
         phases.enter("data")
         batch = next(read)
-        with training.autocast():
+        with training.autocast(), _normalised(samples):
             loss = training.task.loss(batch, replica.generator)
         phases.enter("backward")
         with dense_gradients(replica.model) if replica.position.step == 0 else nullcontext():  # it walks the model
@@ -160,6 +160,20 @@ def train_step(training: Training, read: Iterator[Any], *, samples: int) -> floa
     replica.totals.loss += value * samples
     replica.totals.samples += samples
     return value
+
+
+@contextmanager
+def _normalised(samples: int) -> Iterator[None]:
+    """RunError for a batch that is too small for batch normalisation."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Expected more than 1 value per channel"):
+            raise
+        raise RunError(
+            f"batch normalisation needs more than one value per channel, and a batch of {samples} has one: give a "
+            f"greater --batch-size"
+        ) from None
 
 
 def end(training: Training, part: Callable[[], None]) -> None:
