@@ -40,6 +40,8 @@ def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         ("--dnn lstmimdb", "lstmimdb is a model of another app: python -m thinwire_text"),
         ("--dataset cifar", "'digits', 'mnist', 'fashion-mnist', 'cifar10', 'cifar100', 'imagenet'"),
         ("--readers -1", "given '-1', expected a whole number from 0 on"),
+        ("--download", "--download has no effect on digits, which come with scikit-learn: leave it out"),
+        ("--data-dir /nowhere", "--data-dir /nowhere has no effect on digits"),
         ("--density 0", "expected 0 < density <= 1"),
         ("--density 1.01", "given '1.01'"),
         ("--lr fast", "given 'fast'"),

@@ -50,6 +50,8 @@ def sentiment(tmp_path: Path, *words: str) -> Options:
         ("--dropout 1", "argument --dropout: given '1', expected 0 <= dropout < 1"),
         ("--dnn transformer --hidden 33", "--hidden 33 is no multiple of 32, the units of an attention head"),
         ("--skip-bad", "--skip-bad has no effect on pydoc, which reads no files: leave it out"),
+        ("--data-dir /nowhere", "--data-dir /nowhere has no effect on pydoc, which reads no files: leave it out"),
+        ("--readers 0", "--readers 0 has no effect on lstm-small, whose text is in memory"),
         ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on thinwire_text"),
         ("--download", "--download has no effect on thinwire_text: leave it out"),
         ("--window 0", "given '0', expected a whole number from 1 on"),

@@ -11,6 +11,8 @@ Settings = dict[str, str | int | float | list[int] | None]
 
 KEEP = 2
 """Checkpoints, where --keep does not say."""
+DATA_DIR, READERS = Path("data"), 2
+"""Defaults of --data-dir and --readers, for an app's check of flags without effect."""
 
 PER_RANK = {
     "nworkers",

@@ -12,7 +12,7 @@ from thinwire_trainer.app import App
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.command_line.config_file import RECORDED
 from thinwire_trainer.command_line.flag import Flag
-from thinwire_trainer.command_line.options import KEEP, Options
+from thinwire_trainer.command_line.options import DATA_DIR, KEEP, READERS, Options
 from thinwire_trainer.errors import UsageError
 from thinwire_trainer.synchronisers.table import AUTO, OPTIMIZERS, Entry, owners
 from thinwire_trainer.training.learning_rate import SHAPES
@@ -25,8 +25,8 @@ ADAMW_MOMENTUM, ADAMW_MOMENTUM_WAITING, MUON_MOMENTUM = 0.9, 0.5, 0.95
 """β₁, and that where updates wait to be sent, which does a part of momentum's work; Muon's μ."""
 
 TASK = (
-    Flag("data_dir", Path("data"), "where its files are", read=Path, metavar="DIR"),
-    Flag("readers", 2, "threads that read ahead", read=quantities.count_or_zero, metavar="N"),
+    Flag("data_dir", DATA_DIR, "where its files are", read=Path, metavar="DIR"),
+    Flag("readers", READERS, "threads that read ahead", read=quantities.count_or_zero, metavar="N"),
     Flag(
         "config",
         None,
