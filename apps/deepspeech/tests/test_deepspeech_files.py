@@ -281,6 +281,14 @@ def test_truncated_an4(tmp_path, suffix, nbytes):
     assert transcripts(read(an4.load, tmp_path, skip=True).train) == ["GO DO"]
 
 
+def test_a_line_of_an4_is_that_of_the_file(tmp_path):
+    transcripts = tiny_speech.an4(tmp_path) / "etc" / "an4_train.transcription"
+    first, second = transcripts.read_text().splitlines()
+    transcripts.write_text(f"\n{first}\n \n{second.replace('(', '(x')}\n")
+    with pytest.raises(RunError, match=r"an4_train\.transcription, line 4 is .* expected the words"):
+        read(an4.load, tmp_path)
+
+
 def test_an4_whose_lists_differ(tmp_path):
     root = tiny_speech.an4(tmp_path)
     ids = root / "etc" / "an4_train.fileids"

@@ -95,6 +95,7 @@ def fault(name: str, content: bytes | None) -> Callable[[Path], None]:
         (fault("ptb.train.txt", b" \n\n"), r"ptb.train.txt is empty"),
         (fault("ptb.train.txt", b"a b \xff c\n"), r"ptb.train.txt, line 1, is not UTF-8 \(byte 0xff\)"),
         (fault("ptb.test.txt", b"the cat\n the horse\n"), r"ptb.test.txt, line 2: horse is not a word of ptb.train"),
+        (fault("ptb.test.txt", b"\nthe cat\n \n the horse\n"), r"ptb.test.txt, line 4: horse is not a word"),
     ],
 )
 def test_what_is_wrong_with_ptb_is_told_with_file_and_fault(

@@ -38,14 +38,15 @@ def load(data_dir: Path, *, faults: Faults) -> Corpus:
 
 def _part(folder: Path, part: str, faults: Faults) -> list[Utterance]:
     ids, transcripts = folder / "etc" / f"an4_{part}.fileids", folder / "etc" / f"an4_{part}.transcription"
-    names, lines = read_text(ids).split(), [line for line in read_text(transcripts).splitlines() if line.strip()]
+    names, every = read_text(ids).split(), enumerate(read_text(transcripts).splitlines(), 1)
+    lines = [(number, line) for number, line in every if line.strip()]
     if len(names) != len(lines):
         raise RunError(
             f"{ids} names {len(names)} files, {transcripts} has {len(lines)} lines: unpack the archive again"
         )
     return faults.usable(
         partial(_utterance, folder / "wav" / name, line, f"{transcripts}, line {number}")
-        for number, (name, line) in enumerate(zip(names, lines, strict=True), 1)
+        for name, (number, line) in zip(names, lines, strict=True)
     )
 
 
