@@ -1,6 +1,7 @@
 """Runs in one picture."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from resumed_runs import train
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.plot import curves_of, main, named, rows_of
+from thinwire_trainer.plot import curves_of, main, named, plot_runs, rows_of
 from thinwire_trainer.records.metrics import read_metrics
 
 
@@ -61,6 +62,18 @@ def test_a_metric_that_only_some_have_and_a_loss_that_is_not_finite_are_gaps(tmp
     assert main([str(tmp_path / "images"), str(tmp_path / "text"), f"--output={tmp_path / 'a.png'}"]) == 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_sent_nothing_has_no_curve_against_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    real = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *given, **of: figures.append(self) or real(self, *given, **of))
+    row = {"epoch": 1, "train_loss": 2.0, "seconds": 1.0, "bytes_sent": 0}
+    runs = {"two": [row | {"bytes_sent": 1 << 20}] * 2, "alone": [row | {"test_accuracy": 0.5}] * 2}
+    plot_runs(runs, tmp_path / "a.png", curves=curves_of(runs))
+    drawn = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[1].lines}
+    assert drawn == {"alone": 2 * [pytest.approx(math.nan, nan_ok=True)], "two": [1.0, 2.0]}
+
+
 def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     assert list(named([tmp_path / "a", tmp_path / "b"])) == ["a", "b"]
     assert list(named([tmp_path / "a" / "run", tmp_path / "b" / "run"])) == ["a/run", "b/run"]
@@ -80,6 +93,7 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
         (f'{{"epoch": 1, "train_loss": 1.0, "seconds": 1.0, "bytes_sent": {10**400}}}\n', [], "other things than"),
         ('{"epoch": "x", "train_loss": 1.0, "seconds": 1.0, "bytes_sent": 1}\n', [], "other things than epochs"),
         ("", ["--output=picture.gif"], "is to end in .png, .svg, .pdf"),
+        ("", ["--output=nowhere/p.png"], "--output nowhere/p.png: there is no folder nowhere: make it"),
         ("", ["{run}"], "a run is given twice"),
     ],
 )

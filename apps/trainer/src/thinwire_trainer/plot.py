@@ -13,7 +13,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from thinwire_trainer.errors import RunError
+from thinwire_trainer.errors import START_AGAIN, RunError, told
 from thinwire_trainer.launching.workers import WRONG_USAGE
 from thinwire_trainer.records.metrics import Row, read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
@@ -29,7 +29,7 @@ def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, *, curves: Mapping[
 
     curves: what to show, metric -> label of the axis; one line of panels each. A run without a metric has no curve
     there, and a loss that is not finite is a gap. Bytes are those of the busiest rank, on a logarithmic axis, because
-    they differ by orders of magnitude.
+    they differ by orders of magnitude; a run that sent none has no curve there.
     """
     figure = Figure(figsize=(13, 3.2 * len(curves)), layout="constrained")
     panels = figure.subplots(len(curves), 3, squeeze=False, sharey="row")
@@ -37,8 +37,9 @@ def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, *, curves: Mapping[
         for name, rows in runs.items():
             values = [_number(row.get(metric)) for row in rows]
             sent = accumulate(_number(row["bytes_sent"]) / MEBI for row in rows)
+            on_axis = [total or math.nan for total in sent] if _any_sent(runs) else list(sent)
             taken = accumulate(_number(row["seconds"]) for row in rows)
-            for panel, progress in zip(line, ([row["epoch"] for row in rows], list(sent), list(taken)), strict=True):
+            for panel, progress in zip(line, ([row["epoch"] for row in rows], on_axis, list(taken)), strict=True):
                 panel.plot(progress, values, label=name, marker="." if len(rows) == 1 else None)
         line[0].set(xlabel="epoch", ylabel=label)
         line[1].set(xlabel="MiB sent by a rank", xscale="log" if _any_sent(runs) else "linear")
@@ -58,10 +59,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         if given.output.suffix not in KINDS:
             raise RunError(f"--output {given.output}: its name is to end in {', '.join(KINDS)}")
+        if not given.output.parent.is_dir():
+            raise RunError(f"--output {given.output}: there is no folder {given.output.parent}: make it")
         runs = {name: rows_of(path) for name, path in named(given.runs).items()}
         plot_runs(runs, given.output, curves=curves_of(runs))
     except (RunError, OSError) as error:
-        print(f"trainer.plot: error: {error}", file=sys.stderr)
+        print(f"trainer.plot: error: {told(error, advice=START_AGAIN)}", file=sys.stderr)
         return WRONG_USAGE
     print(given.output)
     return 0
