@@ -1,6 +1,7 @@
 """Uneven ranks, drains, wrong and missing calls: a stated meaning or a clear error, never a hang."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -473,3 +474,38 @@ def test_settings_that_differ_are_told_so_when_it_is_made(broadcast):
             LocalSGD(inner, comm=comm, weighted=bool(comm.rank), broadcast=broadcast)
 
     SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (SlowMo, {}),
+        (DeMo, {}),
+        (LocalSGD, {"inner_state": "average"}),
+        (OverlapLocalSGD, {"inner_state": "average"}),
+    ],
+)
+def test_a_rank_that_has_finished_counts_in_no_mean(algorithm, options):
+    """The others go on as with ranks like themselves, whose learning rates, inner states and buffers change, too."""
+
+    def run(comm, first):
+        p = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))})
+        p.register_buffer("seen", torch.zeros(1))
+        inner = torch.optim.SGD(p.parameters(), lr=1.0, momentum=0.5)
+        optimizer = algorithm(inner, comm=comm, model=p, sync_every=2, buffers="average", **options)
+        for step in range(8 if comm.rank else first):
+            inner.param_groups[0]["lr"] = 0.5**step
+            for each in p.values():
+                each.grad = torch.full((4,), float(step + 1))
+            p.seen += step
+            optimizer.step()
+            optimizer.average()
+        optimizer.finish()
+        return [
+            p.seen,
+            *(each.detach() for each in p.values()),
+            *(inner.state[each]["momentum_buffer"] for each in p.values()),
+        ]
+
+    finished, alike = (SimulatedWorld(2).run(partial(run, first=first))[1] for first in (2, 8))
+    assert all(map(torch.equal, finished, alike))

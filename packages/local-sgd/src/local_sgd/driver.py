@@ -456,18 +456,18 @@ class Driver:
         if watch is not None and not fragment.rule.shared_names and arrived.means:
             means = by_name(fragment.parts, arrived.means)
             self.compare(means, f"in the mean at boundary {self.block.boundaries}")
-        fragment.done, fragment.weight = 0, 0.0
+        counts, fragment.done, fragment.weight = self._counts(fragment), 0, 0.0
         self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
         if self._turn == 0:
-            self._share_inner_state()
-            self.buffers.at_boundary()
+            self._share_inner_state(counts)
+            self.buffers.at_boundary(counts=counts)
         return arrived
 
     def _take(self, fragment: Fragment, arrived: Arrived, xs: list[Tensor] | None = None) -> list[Tensor]:
         """Applies the rule to a fragment, and returns x after it; xs: x before it, where that is known."""
         refuse_nonfinite(fragment.parts, arrived.means, self.comm, self.what)
         fragment.due = None
-        self._set_rates(fragment.parts)
+        self._set_rates(fragment)
         if fragment.ranks != fragment.averaging.ranks:  # of the means, alike on all, whoever has died since then
             fragment.ranks = fragment.averaging.ranks
             fragment.rule.fit(fragment.ranks)
@@ -480,12 +480,17 @@ class Driver:
         self._opens = bool(arrived.unfinished)
         return xs
 
-    def _set_rates(self, parts: Iterable[Part]) -> None:
+    def _counts(self, fragment: Fragment) -> bool:
+        """Whether this rank has had steps since a fragment's last exchange; one that has finished has not."""
+        return (fragment if self.by_fragment else self.block).done > 0
+
+    def _set_rates(self, fragment: Fragment) -> None:
         """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
         rates = torch.tensor([group.get("lr", math.nan) for group in self.owner.param_groups], dtype=torch.float64)
         if self.rule.needs_rate:
-            average_tensors([rates], self.comm, facts=f"learning rates of {self.what}")
-        for part in parts:
+            facts = f"learning rates of {self.what}"
+            average_tensors([rates], self.comm, facts=facts, counts=self._counts(fragment))
+        for part in fragment.parts:
             part.rate = float(rates[part.group])
 
     def _final(self, last: list[Tensor]) -> list[Tensor]:

@@ -11,18 +11,20 @@ from torch import Tensor, nn
 from replicas.parameters import described
 
 
-def average_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: str) -> None:
+def average_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: str, counts: bool | None = None) -> None:
     """Replaces floating-point tensors by their means over ranks, computed in 32 bits or more; every rank calls it.
 
     Args:
         tensors: Tensors of any shapes, the same on every rank.
         comm: The ranks.
         facts: Text that ranks must share, and that errors show.
+        counts: Whether this rank's are in the means; where no rank's are, all are. One element more is sent then. None,
+            on all ranks: they are.
 
     Raises:
         CollectiveError: Ranks differ in facts or sizes.
     """
-    _replace(tensors, comm, f"{facts}, mean", averages=True)
+    _replace(tensors, comm, f"{facts}, mean", averages=True, counts=counts)
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: str) -> None:
@@ -77,10 +79,14 @@ class Buffers:
             raise ValueError(f"buffers={policy!r} takes the model whose buffers they are: give model=")
         self._model, self._policy, self._comm, self._what = model, policy, comm, what
 
-    def at_boundary(self) -> None:
-        """Shares the buffers unless the policy is "keep"; every rank calls it."""
+    def at_boundary(self, *, counts: bool | None = None) -> None:
+        """Shares the buffers unless the policy is "keep"; every rank calls it.
+
+        Args:
+            counts: See `average_tensors`.
+        """
         if self._policy != "keep":
-            self._share(self._comm)
+            self._share(self._comm, counts)
 
     def at_end(self) -> None:
         """Shares the buffers of "keep" as `shared` does, but for good; every rank calls it."""
@@ -98,13 +104,13 @@ class Buffers:
             self._share(comm)
             yield
 
-    def _share(self, comm: Communicator) -> None:
+    def _share(self, comm: Communicator, counts: bool | None = None) -> None:
         """Averages, or copies rank 0's; NaN is an error alike on every rank: they hold the same; -inf may be a mask."""
         named = {name: buffer for name, buffer in self._named().items() if buffer.numel()}
         averages = self._policy != "broadcast"
         averaged = {name: buffer for name, buffer in named.items() if averages and buffer.is_floating_point()}
         with torch.no_grad():
-            average_tensors(list(averaged.values()), comm, facts=f"buffers of {self._what}")
+            average_tensors(list(averaged.values()), comm, facts=f"buffers of {self._what}", counts=counts)
             if found := [name for name, buffer in averaged.items() if bool(buffer.isnan().any())]:
                 raise CollectiveError(f"{self._what}: the average of buffers {found} is NaN: one rank's holds NaN")
             copied = [buffer for name, buffer in named.items() if name not in averaged]
@@ -130,7 +136,9 @@ def restored(tensors: Sequence[Tensor]) -> Iterator[None]:
                 torch._foreach_copy_(list(tensors), own)
 
 
-def _replace(tensors: Sequence[Tensor], comm: Communicator, facts: str, *, averages: bool) -> None:
+def _replace(
+    tensors: Sequence[Tensor], comm: Communicator, facts: str, *, averages: bool, counts: bool | None = None
+) -> None:
     """Replaces tensors by their means, or by rank 0's, once all have come."""
     collective = schedules.allreduce if averages else schedules.broadcast
     buckets = [
@@ -138,14 +146,22 @@ def _replace(tensors: Sequence[Tensor], comm: Communicator, facts: str, *, avera
         for bucket in buckets_of(tensors)
     ]
 
-    def exchange() -> list[Tensor]:
+    def exchange(counts: bool | None) -> list[Tensor]:
         totals = []
         for bucket in buckets:
-            schedule = collective(bucket.gather(tensors), comm.rank, comm.size)
+            x = bucket.gather(tensors)
+            if counts is not None:
+                x = torch.cat([x if counts else torch.zeros_like(x), x.new_full((1,), counts)])
             said = f"{facts} of {bucket.numel} elements, {bucket.dtype}"
-            total = run(schedule, comm, facts=said, device=bucket.device)
-            totals.append(total.div_(comm.size) if averages else total)
+            total = run(collective(x, comm.rank, comm.size), comm, facts=said, device=bucket.device)
+            if counts is not None:
+                if not total[-1]:
+                    return exchange(None)
+                total = total[:-1].div_(total[-1])
+            elif averages:
+                total.div_(comm.size)
+            totals.append(total)
         return totals
 
-    for bucket, total in zip(buckets, comm.atomic(exchange), strict=True):
+    for bucket, total in zip(buckets, comm.atomic(lambda: exchange(counts)), strict=True):
         bucket.scatter(total, tensors)
