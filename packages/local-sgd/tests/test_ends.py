@@ -371,6 +371,22 @@ def test_weights_of_zero_leave_no_rank_apart(quadratic, algorithm):
     assert torch.equal(*ends)
 
 
+@pytest.mark.parametrize("end", ["finish", "drain"])
+def test_what_average_never_saw_leaves_no_rank_apart(quadratic, algorithm, end):
+    """A rank projects its weights, or takes a step of the wrapped optimizer, after the last boundary."""
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm)
+        task.train(optimizer, range(3))
+        with torch.no_grad():
+            task.model["a"].mul_(1 + comm.rank)
+        getattr(optimizer, end)()
+        return task.flat()
+
+    assert torch.equal(*SimulatedWorld(2).run(body))
+
+
 def test_inside_the_averaged_model_nothing_else_happens(quadratic):
     task = quadratic(0)
     optimizer = make(BMUF, task, None)

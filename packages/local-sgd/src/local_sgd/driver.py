@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from communicators import Communicator, run, schedules
+from communicators import Communicator, allgather, run, schedules
 from replicas import Buffers, Wrapping, average_tensors, check_like, refuse_unlike
 from torch import Tensor
 
@@ -90,7 +90,6 @@ class Driver:
         self.compression, self.delay = compression or Compression(), delay
         self.by_fragment, self._asked = delay is not None, fragments
         self._turn = self._launched = 0  # the next fragment; how many were launched in this block
-        self._at_mean = True  # whether the last exchange left every rank at the mean
         self.before: list[Tensor] = []  # last means, at this rank's end
         self._opens = False  # whether ranks may come and go after this step
         self.at_rest: AtRest | None = None
@@ -473,8 +472,6 @@ class Driver:
             fragment.rule.fit(fragment.ranks)
         xs = _moved(fragment.rule, fragment.parts, xs or [part.gather() for part in fragment.parts], arrived)
         self.put(fragment.parts, xs)
-        if arrived.means:
-            self._at_mean = all(x is mean for x, mean in zip(xs, arrived.means, strict=True))
         if not self.by_fragment and not self.rule.overlaps:
             self.owner.end_steps()
         self._opens = bool(arrived.unfinished)
@@ -494,13 +491,17 @@ class Driver:
             part.rate = float(rates[part.group])
 
     def _final(self, last: list[Tensor]) -> list[Tensor]:
-        """Model at the end: the last mean or, where the last exchange had none, the one before: no rank has moved.
+        """Model at the end: the last mean or, where the last exchange had none, what all ranks hold.
 
-        Weighted ranks may have moved by steps of weight 0, and some rules leave ranks beside the mean; then all are
-        averaged once more.
+        Where they do not hold the same, all are averaged once more: some rules leave ranks beside the mean, and ranks
+        may have moved by steps of weight 0, or by what `average` never saw.
         """
-        moved = self._weighted or not (self._at_mean or self.rule.overlaps)
-        return last or (self.models(self.comm) if moved else self.before or [part.gather() for part in self.parts])
+        if last:
+            return last
+        models = self.before or [part.gather() for part in self.parts]
+        own = torch.tensor([digest(by_name(self.parts, models))])
+        alike = all(torch.equal(own, held) for held in self.comm.atomic(lambda: allgather(own, self.comm)))
+        return models if alike else self.models(self.comm)
 
 
 def shared_state(parts: Iterable[Part], rule: Rule) -> dict[str, Tensor]:
