@@ -221,6 +221,26 @@ def test_means_are_weighted_by_what_ranks_did(algorithm):
         assert x == pytest.approx(expected, rel=1e-14)
 
 
+@pytest.mark.parametrize("algorithm", [LocalSGD, CoCoDSGD])
+@pytest.mark.parametrize("taken", [4, 5])
+def test_the_averaged_model_is_weighted_too(quadratic, algorithm, taken):
+    def body(comm):
+        task = quadratic(comm.rank)
+        inner = torch.optim.SGD(task.model.parameters(), lr=0.1)
+        optimizer = algorithm(inner, comm=comm, sync_every=4, weighted=True)
+        for step in range(taken):
+            task.backward(step)
+            optimizer.step()
+            optimizer.average(1 + 98 * comm.rank)
+        with optimizer.averaged_model():
+            shown = task.flat()
+        optimizer.finish()
+        return shown, task.flat()
+
+    for shown, end in SimulatedWorld(2).run(body):
+        torch.testing.assert_close(shown, end)
+
+
 def test_weights_of_zero_everywhere_change_nothing(quadratic):
     def body(comm):
         task = quadratic(comm.rank)

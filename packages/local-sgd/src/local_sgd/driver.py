@@ -211,15 +211,20 @@ class Driver:
         self.buffers.at_end()
 
     def models(self, comm: Communicator) -> list[Tensor]:
-        """Current model: mean over ranks, anchors, or anchors as a mean under way will leave them; none is applied."""
-        if self.rule.mean_is_model:
-            averaging = Averaging(comm, self.what, **self._sum, call="averaged_model")
-            return averaging.now([part.gather() for part in self.parts], 1.0, finished=False).means
-        if not self.rule.overlaps or not (arrived := self.fragments[0].averaging.arrived()).means:
-            return self.anchors()
-        drafts = [part.draft() for part in self.parts]
-        _moved(self.rule, drafts, [draft.gather() for draft in drafts], arrived)
-        return [draft[self.rule.anchors[0]] for draft in drafts]
+        """Current model: mean over ranks, or anchors, as a mean under way will leave them; none is applied.
+
+        Without steps in this block no rank has a weight, and all count alike.
+        """
+        drafts, xs = self.parts, [part.gather() for part in self.parts]
+        same = self.rule.mean_is_model and not self._weighted  # what is under way leaves a plain mean as it is
+        if self.rule.overlaps and not same and (arrived := self.fragments[0].averaging.arrived()).means:
+            drafts = [part.draft() for part in self.parts]
+            xs = _moved(self.rule, drafts, xs, arrived)
+        if not self.rule.mean_is_model:
+            return self.anchors(drafts)
+        averaging = Averaging(comm, self.what, **self._sum, call="averaged_model")
+        weight = self.own_weight(self.block) if self._weighted else 1.0
+        return averaging.now(xs, weight, finished=False).means or averaging.now(xs, 1.0, finished=False).means
 
     def give_up(self, error: BaseException) -> None:
         """Tells other ranks of an error, where they would not see it in their next exchange."""
@@ -400,9 +405,9 @@ class Driver:
             "average(): a rank that has no more steps calls finish()"
         )
 
-    def anchors(self) -> list[Tensor]:
+    def anchors(self, parts: Iterable[Part] | None = None) -> list[Tensor]:
         """First anchor of each part, or x where all ranks hold the model."""
-        return [part.gather() if self.drained else part[self.rule.anchors[0]] for part in self.parts]
+        return [part.gather() if self.drained else part[self.rule.anchors[0]] for part in parts or self.parts]
 
     def _under_way(self) -> list[Fragment]:
         """Fragments under way, in the order of their launches."""
