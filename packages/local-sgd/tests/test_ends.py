@@ -345,6 +345,8 @@ def test_steps_that_average_never_saw(quadratic, algorithm):
             optimizer.step()
         with pytest.raises(RuntimeError, match=r"2 steps since the last average\(\): call that after every step"):
             optimizer.finish()
+        with pytest.raises(RuntimeError, match=r"2 steps since the last average\(\): .*, then save"):
+            optimizer.state_dict()
         optimizer.average()
         optimizer.drain()
         return task.flat()

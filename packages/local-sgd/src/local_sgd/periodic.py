@@ -261,8 +261,12 @@ class PeriodicAveraging(Wrapping):
         An exchange under way is waited for and stored, not applied; in an elastic group all ranks call it then, at the
         same point, because they take its mean together. Tensors are references; the state can be loaded by
         torch.load(weights_only=True).
+
+        Raises:
+            RuntimeError: After a step that `average` has not counted, or inside `averaged_model`.
         """
         self._refuse_shown("state_dict()")
+        self._refuse_unseen("save")
         self._refuse_other_parameters()
         own = self._driver.state_dict()
         self.end_steps()
@@ -294,6 +298,7 @@ class PeriodicAveraging(Wrapping):
             load_into(self.optimizer, wrapped)
             self._steps_before, self._expected = own["block"]["steps"] - taken, own["parameters"]
             self._driver.load_state_dict(own)
+            self._unseen = 0
 
     def gathered_state_dict(self) -> dict[str, Any]:
         self._refuse_shown("gathered_state_dict()")
@@ -364,10 +369,14 @@ class PeriodicAveraging(Wrapping):
                 f"{what} inside averaged_model(), where the parameters are not this rank's: leave it first"
             )
 
+    def _refuse_unseen(self, then: str) -> None:
+        if self._unseen:
+            since = f"{self._unseen} steps since the last average()"
+            raise RuntimeError(f"{since}: call that after every step, then {then}")
+
     def _end(self, *, most: int | None) -> None:
         self._refuse_shown("drain() and finish()")
-        if self._unseen:
-            raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
+        self._refuse_unseen("end")
         if most is None or self._driver.meets:
             self.admit()
         self._depart()
