@@ -398,3 +398,49 @@ def test_a_rank_leaves_after_a_step_that_exchanges_several_fragments(delay, ever
     assert 5 <= left <= 5 + every + delay
     assert first[0] == RANKS - 1
     assert all(all(map(torch.equal, first[1], end)) for _, end in others)
+
+
+SHARES = pytest.mark.parametrize(
+    "shares", [{"buffers": "average"}, {"inner_state": "average"}, {"verify": 2}], ids=lambda of: next(iter(of))
+)
+
+
+@pytest.mark.parametrize("kind", ["Overlap", "CoCoD", "EASGD"])
+@SHARES
+def test_a_rank_dies_where_the_faster_have_launched_and_the_slower_have_not(kind, shares):
+    """All that is shared comes in one order on the survivors, whatever each had begun in the group before."""
+
+    def body(comm):
+        comm.elapse(comm.rank * 1e-9)
+        model, optimizer = new(kind, Elastic(comm), **shares)
+        for step in range(3 * EVERY):
+            comm.elapse(SECONDS * (1 + 1.3 * (comm.rank > 0)))
+            launches[comm.rank, step] = comm.clock()
+            take_step(kind, model, optimizer, comm.rank, step)
+        optimizer.finish()
+        return kept(model, optimizer, alike=True)
+
+    launches = {}
+    SimulatedWorld(3).run(body)  # when the slower launch first, the faster come to the next boundary
+    first, second, _ = SimulatedWorld(3, faults=[Dies(2, at=launches[1, EVERY - 1] - 0.1 * SECONDS)]).run(body)
+    assert same(first, second)
+
+
+@pytest.mark.parametrize("counts", [(4, 6, 7), (7, 5, 5)])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@SHARES
+def test_fragments_of_ranks_with_different_numbers_of_steps(shares, delay, counts):
+    def body(comm):
+        comm.elapse(comm.rank * 1e-9)
+        model = Model()
+        optimizer = StreamingDiLoCo(
+            SGD(model.parameters()), comm=Elastic(comm), model=model, sync_every=2, fragments=2, delay=delay, **shares
+        )
+        for step in range(counts[comm.rank]):
+            comm.elapse(SECONDS)
+            take_step("", model, optimizer, comm.rank, step)
+        optimizer.finish()
+        return kept(model, optimizer, alike=True)
+
+    first, *others = SimulatedWorld(3).run(body)
+    assert all(same(first, other) for other in others)

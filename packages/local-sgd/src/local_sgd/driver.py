@@ -433,39 +433,52 @@ class Driver:
         self._launched = 0
 
     def _exchange(self, *, finished: bool) -> Arrived:
-        """Exchanges the next fragment, at once or under way from now on; returns the means that were applied last."""
+        """Exchanges the next fragment, at once or under way from now on; returns the means that were applied last.
+
+        What is under way is awaited first, and a launch comes last: in an elastic group what was launched before a
+        change is launched again when it is awaited, which is the next call of those who had not launched it either.
+        """
         fragment, arrived = self.fragments[self._turn], Arrived([], 0.0, self.comm.size)
         self.next_boundary(fragment.averaging)
+        under_way = [earlier for earlier in self._under_way() if earlier is fragment or self.comm.elastic]
+        for earlier in under_way:
+            earlier.averaging.wait()
         watch = self._due_watch()
         if watch is not None:
             watch.refuse(self.comm)
         if watch is not None and not self.by_fragment:
             self._compare_shared(fragment)
         xs: list[Tensor] = []
-        for earlier in self._under_way():
-            if earlier is fragment or self.comm.elastic:
-                arrived = earlier.averaging.arrived()
-                xs = self._take(earlier, arrived)
+        for earlier in under_way:
+            arrived = earlier.averaging.arrived()
+            xs = self._take(earlier, arrived)
         if watch is not None and self.by_fragment:  # only now have all ranks taken its last mean
             self._compare_shared(fragment)
         if not self.rule.overlaps:
             xs = [part.gather() for part in fragment.parts]
-        weight = self.own_weight(fragment if self.by_fragment else self.block)
-        if not self.rule.overlaps and (finished or not self.delay):
+        weight, counts = self.own_weight(fragment if self.by_fragment else self.block), self._counts(fragment)
+        travels, last = bool(self.rule.overlaps or self.delay), self._turn == len(self.fragments) - 1
+        if last and travels:
+            self._share(counts)
+        if at_once := not self.rule.overlaps and (finished or not self.delay):
             arrived = fragment.averaging.now(xs, weight, finished=finished)
             self._take(fragment, arrived, xs)
-        elif arrived.unfinished:
-            fragment.averaging.launch(xs, weight, finished=finished)
-            fragment.due = math.inf if self.delay is None else self.delay
         if watch is not None and not fragment.rule.shared_names and arrived.means:
             means = by_name(fragment.parts, arrived.means)
             self.compare(means, f"in the mean at boundary {self.block.boundaries}")
-        counts, fragment.done, fragment.weight = self._counts(fragment), 0, 0.0
+        if not at_once and arrived.unfinished:
+            fragment.averaging.launch(xs, weight, finished=finished)
+            fragment.due = math.inf if self.delay is None else self.delay
+        fragment.done, fragment.weight = 0, 0.0
         self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
-        if self._turn == 0:
-            self._share_inner_state(counts)
-            self.buffers.at_boundary(counts=counts)
+        if last and not travels:
+            self._share(counts)
         return arrived
+
+    def _share(self, counts: bool) -> None:
+        """Shares inner states and buffers; counts: see `_counts`."""
+        self._share_inner_state(counts)
+        self.buffers.at_boundary(counts=counts)
 
     def _take(self, fragment: Fragment, arrived: Arrived, xs: list[Tensor] | None = None) -> list[Tensor]:
         """Applies the rule to a fragment, and returns x after it; xs: x before it, where that is known."""

@@ -244,6 +244,8 @@ class PeriodicAveraging(Wrapping):
         """
         self._refuse_shown("averaged_model()")
         comm = self.comm if comm is None else as_communicator(comm)
+        if self.comm.elastic:
+            self.wait()  # as all ranks do, before any other exchange
         parts, models = self._driver.parts, self._driver.models(comm)
         with self._driver.buffers.shared(comm), restored([p for part in parts for p in part.tensors]):
             for part, model in zip(parts, models, strict=True):
