@@ -182,14 +182,14 @@ def test_torch_distributed_checkpoint_leaves_nothing_out(quadratic, algorithm, t
     assert_same_bits(SimulatedWorld(1).run(whole)[0], SimulatedWorld(1).run(interrupted)[0])
 
 
-def states(quadratic, saved, algorithm, size, *, drained, steps=5):
+def states(quadratic, saved, algorithm, size, *, drained, steps=5, by="state_dict"):
     def body(comm):
         task = quadratic(comm.rank)
         optimizer = make(algorithm, task, comm)
         train(task, optimizer, range(steps))
         if drained:
             optimizer.drain()
-        state, weights = saved(optimizer.state_dict()), saved(task.model.state_dict())
+        state, weights = saved(getattr(optimizer, by)()), saved(task.model.state_dict())
         optimizer.finish()
         return state, weights
 
@@ -263,6 +263,28 @@ def test_another_number_of_ranks_needs_a_drained_state(quadratic, saved, algorit
             optimizer.load_state_dict(state)
 
     SimulatedWorld(1).run(body)
+
+
+@pytest.mark.parametrize("drained", [True, False])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_gathered_state_goes_on_at_any_number_of_ranks_if_it_was_drained(quadratic, saved, algorithm, size, drained):
+    gathered, weights = states(quadratic, saved, algorithm, 3, drained=drained, by="gathered_state_dict")[0]
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm)
+        task.model.load_state_dict(weights)
+        if not drained:
+            with pytest.raises(ValueError, match=rf"holds those of 3 ranks, but there are {size} now: call drain\(\)"):
+                optimizer.load_state_dict(gathered)
+            return torch.zeros(0)
+        optimizer.load_state_dict(gathered)
+        train(task, optimizer, range(5, STEPS))
+        optimizer.finish()
+        return task.flat()
+
+    ends = SimulatedWorld(size).run(body)
+    assert all(torch.equal(end, ends[0]) for end in ends)
 
 
 def test_rank_0s_model_for_everybody_is_noticed(quadratic, saved, algorithm):

@@ -97,7 +97,9 @@ def gathered_state(
     return {**shared, STATE_KEY: {_size_key(len(states), advice): True, "world_size": len(states), _RANKS: parts}}
 
 
-def state_of_rank(state: Mapping[str, Any], rank: int, size: int, *, advice: str) -> Mapping[str, Any]:
+def state_of_rank(
+    state: Mapping[str, Any], rank: int, size: int, *, advice: str, anyones: str = ""
+) -> Mapping[str, Any]:
     """This rank's own state out of a gathered one; any other state as it is.
 
     Args:
@@ -105,6 +107,8 @@ def state_of_rank(state: Mapping[str, Any], rank: int, size: int, *, advice: str
         rank: This rank.
         size: Number of ranks.
         advice: Remedy for a state of another number of ranks.
+        anyones: Key of the own parts that is True where a state is good for any rank of any number: rank 0's is taken
+            where there are more or fewer ranks now.
 
     Raises:
         TypeError: It is no state at all.
@@ -115,6 +119,8 @@ def state_of_rank(state: Mapping[str, Any], rank: int, size: int, *, advice: str
     if states is None:
         return state
     if len(states) != size:
+        if states and states[0].get(STATE_KEY, {}).get(anyones) is True:
+            return states[0]
         raise ValueError(f"the state holds those of {len(states)} ranks, but there are {size} now: {advice}")
     return states[rank]
 

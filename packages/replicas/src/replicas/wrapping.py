@@ -343,7 +343,7 @@ class Wrapping(Optimizer):
         refuse_torch_helpers(self.what)
         self.refuse_to_load()
         rank, size = self._comm.rank, self._comm.size
-        state = state_of_rank(state, rank, size, advice=self.advice)
+        state = state_of_rank(state, rank, size, advice=self.advice, anyones=anyones)
         if (saved := state.get(STATE_KEY, {})).get(anyones) is True:
             rank, size = saved.get("rank"), saved.get("world_size")
         own = check_saved_by(state, rank, size, of=self._a_wrapper, needs=needs, advice=self.advice)
