@@ -353,6 +353,10 @@ def test_bad_input():
             make(comm=comm, compress=Halves())
         with pytest.raises(ValueError, match="allreduce sums what a compressor sends, but compress is 'int8'"):
             make(DiLoCo, comm=comm, compress="int8", allreduce=dropping)
+        unsettled = Halves()
+        unsettled.tentative = True
+        with pytest.raises(ValueError, match="has tentative=True"):
+            make(comm=comm, compress=unsettled, allreduce=dropping)
         with pytest.raises(ValueError, match="native=True is the transport's sum"):
             make(comm=comm, compress="int8", native=True)
         with pytest.raises(TypeError, match="compress"):

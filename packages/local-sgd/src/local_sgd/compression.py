@@ -53,7 +53,7 @@ class Compression:
 
     Raises:
         TypeError: `compress` is of another type, or a compressor without an allreduce.
-        ValueError: `compress` is another word, or there is an allreduce but no compressor.
+        ValueError: `compress` is another word, or tentative, or there is an allreduce but no compressor.
     """
 
     compress: Compress = None
@@ -75,6 +75,11 @@ class Compression:
             raise TypeError(
                 f"allreduce is {self.allreduce!r}, but compress is a compressor: give the sum of what it sends, "
                 "allreduce(sent, comm), which returns .total and .dropped"
+            )
+        if getattr(self.compress, "tentative", False):
+            raise ValueError(
+                "compress has tentative=True, but its steps are never committed here, so that it could not be saved: "
+                "leave tentative out; a mean that is not finite is undone without it"
             )
 
     def __bool__(self) -> bool:
