@@ -402,6 +402,27 @@ def test_what_is_rounded_off_waits_until_it_counts():
         assert places[7] == 1.0 + ulp
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_was_rounded_off_is_forgotten_where_other_weights_are_loaded(quadratic, algorithm, dtype):
+    def body(comm):
+        task = quadratic(comm.rank, dtype=dtype)
+        optimizer = algorithm(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, sync_every=3)
+        task.train(optimizer, range(4))
+        optimizer.finish()
+        before = optimizer.state_dict()["distributed"]["remainders"].values()
+        assert any(remainder.any() for remainder in before)
+        with torch.no_grad():
+            for p in task.model.values():
+                p.zero_()
+                p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.average()
+        after = optimizer.state_dict()["distributed"]["remainders"].values()
+        assert not any(remainder.any() for remainder in after)
+
+    SimulatedWorld(2).run(body)
+
+
 @pytest.mark.slow
 def test_anchors_on_another_device(quadratic, algorithm):
     """Here the only one there is; the arithmetic is on it."""

@@ -324,7 +324,7 @@ class Driver:
         for fragment, exchange in self._with_states(state):
             fragment.load_state_dict(exchange)
         self._turn, self._launched = state.get("turn", 0), state.get("launched", 0)
-        self.drained, self.loaded = state["drained"], True
+        self.drained, self.loaded, self._left = state["drained"], True, state["parameters"]
         if self.at_rest is not None:
             self.at_rest.forget()
 
@@ -355,7 +355,8 @@ class Driver:
         """Notes that all ranks hold these models; where the rule overlaps, an exchange without means is under way."""
         self._anchor(models)
         self.owner.end_steps()
-        self.drained = True
+        self.drained, rounded = True, any(part.remainder is not None for part in self.parts)
+        self._left = digest(self.owner.trained) if rounded else None  # hash of the parameters that remainders are of
         if self.rule.overlaps:
             for fragment in self.fragments:
                 fragment.averaging.store(Arrived([], 0.0, self.comm.size))
@@ -364,7 +365,10 @@ class Driver:
     def depart(self) -> None:
         """Leaves the drained state before a step: anchors take the parameters that ranks hold now, loaded or not."""
         if self.drained:
-            self.drained, self._begun = False, None if self._verify == 0 else digest(self.owner.trained)
+            held = None if self._verify == 0 and self._left is None else digest(self.owner.trained)
+            self.drained, self._begun = False, None if self._verify == 0 else held
+            for part in self.parts if self._left not in (None, held) else ():  # rounded off of other parameters
+                part.remainder = None if part.remainder is None else torch.zeros_like(part.remainder)
             self._anchor(part.gather() for part in self.parts)
 
     def _anchor(self, models: Iterable[Tensor]) -> None:
