@@ -308,8 +308,34 @@ def test_parameters_that_are_frozen_or_added_later(quadratic):
     optimizer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(ValueError, match=r"not exchanged: .*make a new LocalSGD of the wrapped one"):
         task.train(optimizer, range(1))
-    with pytest.raises(RuntimeError, match="add the group to the wrapped optimizer, and make a new LocalSGD"):
+    with pytest.raises(RuntimeError, match=r"call drain\(\), add the group to the wrapped optimizer, and make"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_what_is_to_be_done_where_parameters_were_unfrozen_keeps_the_block_of_all_ranks(quadratic):
+    def body(comm):
+        task = quadratic(comm.rank)
+        task.model["b"].requires_grad_(False)
+        optimizer = make(LocalSGD, task, comm)
+        task.train(optimizer, range(2))
+        task.model["b"].requires_grad_(True)
+        says = r"set requires_grad back \(.*\), call drain\(\) on every rank, .* set it anew, and make a new LocalSGD"
+        with pytest.raises(ValueError, match=says):
+            task.train(optimizer, range(2, 3))
+        own = task.model["a"].detach().clone()
+        task.model["b"].requires_grad_(False).grad = None
+        optimizer.drain()
+        drained = task.model["a"].detach().clone()
+        task.model["b"].requires_grad_(True)
+        again = make(LocalSGD, task, comm)
+        assert torch.equal(task.model["a"], drained)
+        task.train(again, range(3, 5))
+        again.finish()
+        return own, drained, task.flat()
+
+    (first, drained, end), (second, _, other_end) = SimulatedWorld(2).run(body)
+    torch.testing.assert_close(drained, (first + second) / 2)
+    assert torch.equal(end, other_end)
 
 
 def test_a_drain_at_a_boundary_ends_in_the_model(quadratic, algorithm):

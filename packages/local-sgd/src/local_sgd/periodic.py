@@ -31,7 +31,8 @@ class PeriodicAveraging(Wrapping):
     like are this class with a rule; a rule of one's own is a `Rule`.
 
     Parameters of 16 bits are averaged in 32; the rounding error stays with the rank that rounds.
-    Parameters that are frozen now (requires_grad False) are left out; freezing or adding some later is an error.
+    Parameters that are frozen now (requires_grad False) are left out; freezing, unfreezing or adding some later is an
+    error: call `drain`, change them, and make another optimizer.
     A warning says so where `model` is or holds a DDP module among the same ranks, because that exchanges every gradient
     anyway; DDP round `model` is not seen.
 
@@ -77,6 +78,7 @@ class PeriodicAveraging(Wrapping):
         "call drain() before state_dict(), and any rank's state and model may be loaded at any number of ranks; or "
         "start from a plain checkpoint of the model, made inside averaged_model(), with a new optimizer"
     )
+    settles = "drain()"
     instead_of_ddp = "; DDP inside each node alone, by process_group= of its ranks, is as it should be"
     instead_of_shards = "to average them shard by shard is not supported: give whole parameters, as a plain module has"
 

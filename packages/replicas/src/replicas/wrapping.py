@@ -59,6 +59,8 @@ class Wrapping(Optimizer):
         meets_first: Whether a newcomer to an elastic group meets the others, by `regrouped`, before it has their state,
             which it takes over in `enter` while they go on.
         instead_of_ddp: Further remedy where DDP exchanges gradients too; class attribute.
+        settles: Call after which all ranks hold the model, such as "drain()"; "" where they do after every step; class
+            attribute.
         instead_of_shards: Remedy where parameters are sharded; class attribute.
 
     Raises:
@@ -71,6 +73,7 @@ class Wrapping(Optimizer):
     alike: bool = False
     meets_first: bool = False
     instead_of_ddp: ClassVar[str] = ""
+    settles: ClassVar[str] = ""
     instead_of_shards: ClassVar[str] = "give whole parameters, as DistributedDataParallel or a plain module has them"
 
     def __init__(
@@ -370,8 +373,8 @@ class Wrapping(Optimizer):
         """
         if "optimizer" in self.__dict__:
             raise RuntimeError(
-                f"parameters cannot be added to a {self.what}: add the group to the wrapped optimizer, "
-                f"and make a new {self.what} of it"
+                f"parameters cannot be added to a {self.what}: {self.settles and f'call {self.settles}, '}"
+                f"add the group to the wrapped optimizer, and make a new {self.what} of it"
             )
         super().add_param_group(param_group)
 
@@ -411,9 +414,13 @@ class Wrapping(Optimizer):
             for p in group["params"]
             if id(p) not in known and p.numel() and (p.requires_grad or p.grad is not None)
         ]
+        first = (
+            f"set requires_grad back (False, and grad None, of what is not exchanged), call {self.settles} on every "
+            "rank, which keeps what all have done, set it anew, and"
+        )
         remedy = (
-            f"before the next backward make a new {self.what} of the wrapped one, optimizer.optimizer, on every "
-            "rank: that one's state stays, what was kept beside it begins anew"
+            f"{first if self.settles else 'before the next backward'} make a new {self.what} of the wrapped one, "
+            "optimizer.optimizer, on every rank: that one's state stays, what was kept beside it begins anew"
         )
         if strangers:
             names = {id(p): name for name, p in self.named.items()}
