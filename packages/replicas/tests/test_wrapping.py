@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from communicators import SimulatedWorld
-from replicas import Wrapping
+from communicators import SimulatedWorld, as_communicator
+from replicas import Buffers, Wrapping
 from torch import nn
 
 pytestmark = pytest.mark.quick
@@ -77,3 +77,19 @@ def test_a_wrapper_that_could_not_be_made_takes_nothing_over():
     Other(optimizer.optimizer).step()  # thrown away
     optimizer.step()
     assert kept.value
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.zeros(1).expand(5), torch.eye(3).to_sparse(), torch.zeros(2, device="meta")],
+    ids=["expanded", "sparse", "meta"],
+)
+def test_buffers_that_cannot_be_copied_into_are_named(buffer):
+    model = nn.Linear(3, 2)
+    model.register_buffer("table", buffer)
+    says = r"sparse, expanded or on the meta device, .*\['table'\]; register them dense"
+    with pytest.raises(ValueError, match=says):
+        Buffers(model, "average", as_communicator(None), "Alone")
+    optimizer = Alone(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    with pytest.raises(ValueError, match=says):
+        optimizer.start_alike("", model=model)

@@ -8,7 +8,7 @@ import torch
 from communicators import CollectiveError, Communicator, buckets_of, run, schedules
 from torch import Tensor, nn
 
-from replicas.parameters import described
+from replicas.parameters import check_buffers, described
 
 
 def average_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: str, counts: bool | None = None) -> None:
@@ -69,7 +69,8 @@ class Buffers:
         what: The caller, named in errors.
 
     Raises:
-        ValueError: The policy is none of these, or there is no model to apply it to.
+        ValueError: The policy is none of these, there is no model to apply it to, or it has a buffer that is sparse,
+            expanded or on the meta device.
     """
 
     def __init__(self, model: nn.Module | None, policy: str, comm: Communicator, what: str) -> None:
@@ -77,6 +78,8 @@ class Buffers:
             raise ValueError(f"buffers is {policy!r}, expected 'keep', 'average' or 'broadcast'")
         if policy != "keep" and model is None:
             raise ValueError(f"buffers={policy!r} takes the model whose buffers they are: give model=")
+        if model is not None:
+            check_buffers(model)
         self._model, self._policy, self._comm, self._what = model, policy, comm, what
 
     def at_boundary(self, *, counts: bool | None = None) -> None:

@@ -4,7 +4,8 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -37,6 +38,20 @@ def check_named_parameters(pairs: Sequence[tuple[str, Tensor]]) -> None:
         raise ValueError(f"parameters on the meta device, which have no values: {empty}; to_empty() and initialise")
     if wrong := [f"{name} ({p.dtype})" for name, p in pairs if p.requires_grad and not p.is_floating_point()]:
         raise TypeError(f"parameters of a dtype that cannot be averaged: {wrong}; expected floating-point ones")
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raises ValueError, by name, for buffers that cannot be copied into, as all ranks' are."""
+    named = model.named_buffers()
+    if wrong := [name for name, b in named if b.layout != torch.strided or b.is_meta or _is_expanded(b)]:
+        raise ValueError(
+            f"buffers that are sparse, expanded or on the meta device, and cannot be copied into: {wrong}; register "
+            "them dense, such as buffer.to_dense() or buffer.clone()"
+        )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(step == 0 and count > 1 for count, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[str, Tensor]:

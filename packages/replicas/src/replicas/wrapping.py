@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from replicas.averaging import broadcast_parameters, broadcast_tensors
 from replicas.loading import wholly
-from replicas.parameters import described, named_of, trained_of
+from replicas.parameters import check_buffers, described, named_of, trained_of
 from replicas.process_group import refuse_alone, warn_of_ddp
 from replicas.replaced import ReplacedParameters
 from replicas.states import STATE_KEY, check_saved_by, gathered_state, saved_by, state_of_rank
@@ -133,7 +133,10 @@ class Wrapping(Optimizer):
         Raises:
             CollectiveError: On all ranks: they differ in settings, in names or shapes or, without `broadcast`, in the
                 bits of parameters.
+            ValueError: A buffer cannot be copied into.
         """
+        if broadcast and model is not None:
+            check_buffers(model)
         self._alike = f"{self.what}({settings}, {described(self.named)})"
         self._model = model
         self._comm.claim(self, anew=True)
