@@ -129,6 +129,7 @@ def trained():
         if name not in made:
             model = network()
             train(model, optimizer := MADE[name](model), 3)
+            getattr(optimizer, "average", int)()  # a state is saved after it
             made[name] = torch.load(io.BytesIO(saved([model.state_dict(), optimizer.state_dict()])), weights_only=True)
         return made[name]
 
