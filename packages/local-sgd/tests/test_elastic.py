@@ -401,7 +401,9 @@ def test_a_rank_leaves_after_a_step_that_exchanges_several_fragments(delay, ever
 
 
 SHARES = pytest.mark.parametrize(
-    "shares", [{"buffers": "average"}, {"inner_state": "average"}, {"verify": 2}], ids=lambda of: next(iter(of))
+    "shares",
+    [{"buffers": "average"}, {"inner_state": "average"}, {"verify": 2}, {}],
+    ids=["buffers", "inner_state", "verify", "averaged_model"],
 )
 
 
@@ -417,6 +419,9 @@ def test_a_rank_dies_where_the_faster_have_launched_and_the_slower_have_not(kind
             comm.elapse(SECONDS * (1 + 1.3 * (comm.rank > 0)))
             launches[comm.rank, step] = comm.clock()
             take_step(kind, model, optimizer, comm.rank, step)
+            if not shares:
+                with optimizer.averaged_model():
+                    pass
         optimizer.finish()
         return kept(model, optimizer, alike=True)
 
