@@ -425,6 +425,38 @@ def test_a_rate_that_is_set_while_a_rank_has_finished_is_an_error_as_that_keeps_
         SimulatedWorld(3).run(body)
 
 
+@pytest.mark.parametrize("meetings", [1, 2])
+def test_a_rate_that_all_set_alike_is_none_that_parts_whoever_finishes(meetings):
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        with EagerSGD(inner, model.named_parameters(), comm=comm) as optimizer:
+            step(model, optimizer, comm.rank, 0)
+            optimizer.synchronize()
+            optimizer.param_groups[0].update(lr=0.5, kept=object())  # what is no plain value has a text of each rank's
+            if comm.rank != 1:
+                for _ in range(meetings - 1):
+                    optimizer.synchronize()
+                step(model, optimizer, comm.rank, 1)
+        refuse_unlike(dict(model.named_parameters()), comm)
+        return True
+
+    assert all(SimulatedWorld(3).run(body))
+
+
+def test_of_many_groups_the_error_names_those_that_differ():
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD([{"params": [p], "lr": 0.1} for p in model.parameters()], lr=0.1)
+        with EagerSGD(inner, model.named_parameters(), comm=comm) as optimizer:
+            for number, group in enumerate(inner.param_groups):
+                group["lr"] = 0.2 if number or comm.rank != 1 else 0.3
+            step(model, optimizer, comm.rank, 0)
+
+    with pytest.raises(CollectiveError, match=r"last met: rank 0 has changed lr 0.1 -> 0.2 in parameter group 0, rank"):
+        SimulatedWorld(3).run(body)
+
+
 def test_a_scheduler_that_wants_a_metric_is_refused():
     def body(comm):
         model = network()

@@ -430,7 +430,7 @@ def test_integers_have_whole_weights():
     with PartialAllreduce(torch.zeros(2).long(), Alone()) as partial:
         with pytest.raises(ValueError, match=r"weight is 0\.5, expected a whole number, as `like` holds integers"):
             partial.allreduce(torch.ones(2).long(), weight=0.5)
-        for weight in (2, 2.0, np.float32(2), torch.tensor(2.0)):
+        for weight in (2, 2.0, np.float32(2), np.array(2.0), torch.tensor(2.0)):
             (result,) = partial.allreduce(torch.ones(2).long(), weight=weight)
             assert (result.total.tolist(), result.weight) == ([2, 2], 2.0)
 

@@ -10,11 +10,12 @@ import torch
 from communicators import CollectiveError, Schedule, schedules
 from torch import Tensor
 
+from partial_collectives.deposits import are_finite
 from partial_collectives.protocol.events import Header, Stage
 
 _HEADER = struct.Struct("<BBBdqBdqBI")
 STAGES = frozenset(Stage)
-LONGEST = 256
+LONGEST = 1 << 14
 """Most bytes of what a rank says of its settings."""
 
 
@@ -58,7 +59,9 @@ def partial_round(
         rounded = yield from schedules.quantised_allreduce(x, rank, size, bits=rounding.bits)
         totals.append(rounded.total)
         dropped = rounded.dropped.div_(weight)
-        residual.append(dropped.masked_fill_(~(rounded.total + dropped).isfinite(), 0.0))  # NaN is of this round alone
+        if not are_finite([rounded.total, dropped]):  # NaN is of this round alone
+            dropped.masked_fill_(~(rounded.total + dropped).isfinite(), 0.0)
+        residual.append(dropped)
     return headers, totals, residual
 
 
@@ -70,12 +73,20 @@ def _refuse_parting(headers: Sequence[Header], settings: str, rank: int, size: i
         return
     own = torch.frombuffer(bytearray(settings.encode()[:LONGEST].ljust(LONGEST)), dtype=torch.uint8)
     blocks = yield from schedules.allgather_blocks(own, [LONGEST] * size, rank, size)
-    one, other = (bytes(blocks[place].tolist()).decode(errors="replace").rstrip() for place in (told[0], others[0]))
+    texts = [bytes(blocks[place].tolist()).decode(errors="replace").rstrip() for place in (told[0], others[0])]
+    one, other = (_without(*pair) for pair in (texts, texts[::-1]))
     raise CollectiveError(
         f"settings have parted since all ranks last met: {one}, {other}; every round steps the models of all ranks, so "
         "change settings alike on all, right after synchronize() and before any has finished: a rate that follows a "
         "metric takes one that is the same on all ranks, averaged over them"
     )
+
+
+def _without(said: str, others: str) -> str:
+    """Who says what, but for what the other says as well."""
+    who, _, changed = said.partition(" has changed ")
+    parts = [part for part in changed.split(", ") if part not in others.partition(" has changed ")[2].split(", ")]
+    return f"{who} has changed {', '.join(parts)}" if parts else said
 
 
 Ended: TypeAlias = tuple[list[Header], list[Tensor]]

@@ -331,17 +331,12 @@ class EagerSGD(Wrapping):
 
     def _meet(self, *, finished: bool) -> bool:
         """Meets all ranks that have steps, and all others too where buffers are shared; whether all have finished."""
-        self.admit()
-        self._tell_changes()
-        self._apply(self._rounds.synchronize())
-        self._met = True
+        self._synchronize()
         self.end_steps()
         if self._elastic is not None:
             over = self._elastic.met(finished=finished, drains=not finished)
             while not (over or finished):  # others were only called
-                self.admit()
-                self._tell_changes()
-                self._apply(self._rounds.synchronize())
+                self._synchronize()
                 over = self._elastic.met(drains=True)
             return over
         if self._shared is None and not self._verify:
@@ -351,6 +346,16 @@ class EagerSGD(Wrapping):
             self._shared.at_boundary()
         counts = schedules.allreduce(torch.tensor([not finished]).long(), self.comm.rank, self.comm.size)
         return not run(counts, self.comm, facts="EagerSGD: who has finished")
+
+    def _synchronize(self) -> None:
+        """Applies the rounds up to a common one; changes that were told in them are known to all from then on."""
+        self.admit()
+        told = self._met
+        self._tell_changes()
+        self._apply(self._rounds.synchronize())
+        if told and self._met:
+            self._known = settings_of(self.optimizer)
+        self._met = True
 
     def _count_meeting(self) -> None:
         """Counts a meeting. Raises CollectiveError on every rank if a comparison is due and parameters differ."""

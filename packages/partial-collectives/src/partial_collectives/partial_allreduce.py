@@ -505,7 +505,7 @@ def _kind(one: Any) -> str:
 
 def _checked_weight(weight: Any, like: Sequence[Tensor]) -> float:
     """Weight as a number, a whole one where `like` holds integers."""
-    given = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    given = weight.item() if math.prod(getattr(weight, "shape", (0,))) == 1 else weight
     if not isinstance(given, Real):
         raise TypeError(f"weight is {weight!r}, expected a number, such as that of samples")
     try:

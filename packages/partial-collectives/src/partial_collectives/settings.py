@@ -43,7 +43,7 @@ def changes(optimizer: Optimizer, known: list[dict[str, Any]]) -> str:
         f"{name} {before.get(name)} -> {now[name]} in parameter group {number}"
         for number, (now, before) in enumerate(zip(settings_of(optimizer), known, strict=True))
         for name in now
-        if now[name] != before.get(name)
+        if isinstance(now[name], _PLAIN) and now[name] != before.get(name)
     )
 
 

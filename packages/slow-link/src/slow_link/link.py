@@ -21,12 +21,7 @@ from slow_link.ports import Port, between
 THROTTLE = "SLOW_LINK_THROTTLE"
 """Environment variable with α and β, in seconds and seconds per byte, which `throttled.behind_link` reads."""
 
-NCCL = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": namespaces.DEVICE,
-}
+NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 """Variables that keep NCCL on the link: by itself it copies between GPUs of one machine, whatever their namespaces."""
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -208,8 +203,9 @@ class SlowLink(Launcher):
 
 
 def _nccl() -> dict[str, str]:
-    """NCCL's variables, as the user has set them, else so that it uses the link."""
-    return {name: os.environ.get(name, value) for name, value in NCCL.items()}
+    """NCCL's variables: the link's device, and the others as the user has set them, else so that it uses the link."""
+    chosen = {name: os.environ.get(name, value) for name, value in NCCL.items()}
+    return {**chosen, "NCCL_SOCKET_IFNAME": namespaces.DEVICE}
 
 
 def _told(port: Port) -> str:

@@ -52,8 +52,7 @@ def advise(
         model, optimizer = plan.apply(model, optimizer, steps=10_000)
 
     Args:
-        model: Its parameters' shapes and device count; torch's own ways are recommended only where it is in DDP. Not in
-            FSDP, of which each rank has but a part.
+        model: Its parameters' shapes and device count; not in FSDP. torch's own ways are advised only in DDP.
         steps_per_second: Of one rank that trains alone.
         optimizer: "sgd", "adam", "adamw" or "muon", or one of these, with which you train.
         link: A name that `thinwire advise --help` lists, or a `communicators.Link`; default: measured, by all ranks.
@@ -70,9 +69,8 @@ def advise(
         NoAdvice: There is but one rank, and no link.
     """
     _check_model(model)
-    name, trained = _named(optimizer), [p for p in model.parameters() if p.requires_grad]
-    densities = _densities(density)
-    kind = data_of(model) if data is None else data
+    trained = [p for p in model.parameters() if p.requires_grad]
+    name, densities, kind = _named(optimizer), _densities(density), data_of(model) if data is None else data
     if wrong := _wrong(model, steps_per_second, link, ranks) or _unfit(name, density, kind):
         raise ValueError(wrong)
     assumed = LINKS[link] if isinstance(link, str) else link
@@ -165,6 +163,8 @@ class Plan:
         if ddp is not None and not self.situation.sends_updates:
             SparseHookState.for_model(ddp, optimizer, **settings)
             return model, optimizer
+        if ddp is not None and self.situation.plain:
+            raise ValueError("the advice is for a plain module: give the module itself, or ask anew for it in DDP")
         _refuse_ddp(ddp, p.name)
         return model, UpdateOptimizer.for_model(optimizer, model, comm=comm, **settings)
 
