@@ -96,6 +96,17 @@ def test_adamw_has_the_momentum_of_what_was_chosen(
         train_over(link, app, replace(given, overwrite=False, resume="latest"), 3)
 
 
+@pytest.mark.usefixtures("working")
+def test_a_run_keeps_the_momentum_that_it_was_trained_with(
+    app: App, options: Callable[..., Options], tmp_path: Path
+) -> None:
+    begun = options(algorithm="auto", optimizer="adamw", momentum=0.5, output=tmp_path / "run")
+    train_over(FAST, app, begun, 3)
+    again = options(algorithm="auto", optimizer="adamw", output=tmp_path / "run", resume="latest")
+    train_over(FAST, app, again, 3)
+    assert (config(again)["algorithm"], config(again)["momentum"]) == ("dense", 0.5)
+
+
 def test_alone_there_is_nothing_to_exchange(app: App, asked: Options) -> None:
     train(app, asked, 1)
     assert config(asked)["algorithm"] == "dense"

@@ -358,6 +358,24 @@ def test_a_drain_at_a_boundary_ends_in_the_model(quadratic, algorithm):
         torch.testing.assert_close(again, drained, rtol=1e-6, atol=1e-6)
 
 
+def test_a_step_that_failed_is_none_and_the_state_can_be_saved(quadratic, algorithm):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm)
+        task.train(optimizer, range(3))
+
+        def fails():
+            raise MemoryError
+
+        with pytest.raises(MemoryError):
+            optimizer.step(fails)
+        steps = optimizer.state_dict()["distributed"]["block"]["steps"]
+        optimizer.drain()
+        return steps
+
+    assert SimulatedWorld(2).run(body) == [3, 3]
+
+
 @pytest.mark.filterwarnings("ignore:2 steps of StreamingDiLoCo since the last")
 def test_steps_that_average_never_saw(quadratic, algorithm):
     """Would be left out of the model, or leave ranks apart."""

@@ -38,6 +38,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 with warnings.catch_warnings(action="ignore"):  # of torch.jit; imported later, it would keep the group there is then
@@ -742,8 +743,8 @@ def test_ddp_is_known_when_compiled_and_refused_inside_another_module(one_proces
 def test_what_fsdp_has_sharded_is_refused(older, one_process):
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    model = model_of()
-    sharded = FullyShardedDataParallel(model, device_id=CPU) if older else fully_shard(model) or model
+    model, mesh = model_of(), init_device_mesh("cpu", (1,))
+    sharded = FullyShardedDataParallel(model, device_id=CPU) if older else fully_shard(model, mesh=mesh) or model
     refused(torch.nn.Sequential(sharded), r"in FSDP, .* data_parallel.sparse_hsdp")
 
 

@@ -64,7 +64,9 @@ def require_same_data(kept: Mapping[str, Any] | None, comm: Communicator) -> Non
 
     kept: this rank's content of task.json; fingerprints of the data are in it.
     """
-    ours = {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in (kept or {}).items()}
+    ours = {
+        name: sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in (kept or {}).items()
+    }
     here, *others = map(json.loads, gather_texts(json.dumps(ours), comm))
     for rank, there in enumerate(others, 1):
         if other := [name for name in here | there if here.get(name) != there.get(name)]:

@@ -40,4 +40,7 @@ def compared(
 
 def _require_own(folder: RunFolder) -> None:
     if folder.holds_run() and not (os.path.lexists(folder.config) and folder.recorded().get("compared")):
-        raise RunError(f"{folder.path} already holds a run of yours: give another folder with --output, or delete it")
+        raise RunError(
+            f"{folder.path} already holds a run of yours, or of an older version's demo: give another folder with "
+            "--output, or delete it"
+        )

@@ -168,16 +168,17 @@ class PeriodicAveraging(Wrapping):
         self.check_step(apart=True)
         self.admit()
         self._refuse_other_parameters()
-        self._unseen += 1
-        apart = self._driver.nearest.length // len(self._driver.fragments)
-        if self._unseen >= max(2, apart) and not self._warned:
+        apart, unseen = self._driver.nearest.length // len(self._driver.fragments), self._unseen + 1
+        if unseen >= max(2, apart) and not self._warned:
             self._warned = True  # once, where an exchange would have been
             warnings.warn(
-                f"{self._unseen} steps of {self.what} since the last average(), which counts them: ranks exchange "
+                f"{unseen} steps of {self.what} since the last average(), which counts them: ranks exchange "
                 "nothing, and go apart. Call optimizer.average() after every optimizer.step()",
                 stacklevel=3,
             )
-        return self._take_step(closure)
+        loss = self._take_step(closure)
+        self._unseen = unseen  # not where it failed, so that its state can be saved
+        return loss
 
     def _take_step(self, closure: Callable[[], float] | None) -> float | None:
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()

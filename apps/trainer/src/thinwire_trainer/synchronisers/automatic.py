@@ -93,7 +93,7 @@ def _named(options: Options, found: Mapping[str, Any], table: Mapping[str, Synch
     own: dict[str, Any] = {flag.name: options.own.get(flag.name, flag.default) for flag in entry.flags}
     own |= {flag.name: _read(flag, found[flag.name]) for flag in entry.flags if flag.name in CHOSEN_WITH & found.keys()}
     entry.check(own, workers)
-    usual = {} if options.momentum_said else optimizer_defaults(entry, options.optimizer)
+    usual = {} if options.momentum_said else {**optimizer_defaults(entry, options.optimizer), **found}
     momentum = usual.get("momentum", options.momentum)
     of_the_app = [flag for flag in options.own_flags if flag.name in options.app]
     flags = (*entry.flags, *of_the_app)
