@@ -211,7 +211,7 @@ def _begin(app: App, training: Training, device: torch.device, choice: str) -> N
     """A new folder, or an old one to go on with."""
     options, folder, comm = training.options, training.folder, training.comm
     with all_or_none(comm):
-        kept = _kept(training.task)
+        kept = None if comm.joining and comm.rank else _kept(training.task)  # others wait for who joins
     require_same_data(kept, comm)
     with all_or_none(comm, advice=_advice(options)):
         if comm.rank == 0 and options.resume is None:
