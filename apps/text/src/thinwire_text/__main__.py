@@ -31,6 +31,7 @@ APP = App(
     build=build,
     defaults={"lr": 8.0, "clip_norm": 0.25},  # README: How well it learns
     ignores=frozenset({"label_smoothing", "download"}),
+    bundled={"pydoc": "reads no files"},
     flags=FLAGS,
     check=check,
     commands={"generate": "thinwire_text.generate:main", "classify": "thinwire_text.classify:main"},

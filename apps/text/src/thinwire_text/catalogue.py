@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.command_line.flag import Flag
-from thinwire_trainer.command_line.options import DATA_DIR, READERS
+from thinwire_trainer.command_line.options import READERS
 from thinwire_trainer.errors import RunError
 
 if TYPE_CHECKING:
@@ -60,9 +60,8 @@ def check(options: Options) -> None:
     for flag in FOR_SENTIMENT if language else FOR_LANGUAGE:
         if options.app[flag.name] != flag.default:
             raise RunError(f"--{flag.name.replace('_', '-')} has no effect on {options.dnn}: leave it out")
-    if options.dataset == "pydoc" and (options.app["skip_bad"] or options.data_dir != DATA_DIR):
-        given = "--skip-bad" if options.app["skip_bad"] else f"--data-dir {options.data_dir}"
-        raise RunError(f"{given} has no effect on pydoc, which reads no files: leave it out")
+    if options.dataset == "pydoc" and options.app["skip_bad"]:
+        raise RunError("--skip-bad has no effect on pydoc, which reads no files: leave it out")
     if language and options.readers != READERS:
         raise RunError(
             f"--readers {options.readers} has no effect on {options.dnn}, whose text is in memory: leave it out"

@@ -29,6 +29,7 @@ class App:
     synchronisations: Mapping[str, Synchronisation] = field(default_factory=dict)  # by --algorithm, besides the usual
     own_models: bool = False  # whether `build` takes --dnn package.module:function
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # names of models that another app has -> which
+    bundled: Mapping[str, str] = field(default_factory=dict)  # names of data sets that need no files -> why
     flags: Sequence[Flag] = ()  # its own, which `Options.app` has by name
     check: Callable[[Options], None] = lambda options: None  # raises RunError for flags that do not fit together
     commands: Mapping[str, str] = field(default_factory=dict)  # python -m MODULE NAME …: see `trainer.command`

@@ -9,7 +9,7 @@ from typing import Any
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line import config_file
 from thinwire_trainer.command_line.flag import Flag, Value
-from thinwire_trainer.command_line.options import KEEP, Options
+from thinwire_trainer.command_line.options import DATA_DIR, KEEP, Options
 from thinwire_trainer.command_line.parser import (
     ADAMW_MOMENTUM,
     ADAMW_MOMENTUM_WAITING,
@@ -59,6 +59,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
         options = _checked(given, app, table, world_size, said=said)
         _check_length(options, explicit)
         _check_keep(options, explicit)
+        _check_bundled(options, app)
         app.check(options)
         return options
     except RunError as error:
@@ -269,6 +270,13 @@ def _check_rate(given: Namespace) -> None:
             f"--milestones {' '.join(map(str, given.milestones))}: give epochs in ascending order, each once"
         )
     given.lr_schedule = MILESTONED
+
+
+def _check_bundled(options: Options, app: App) -> None:
+    """RunError for a flag about files with a data set that has none."""
+    if (why := app.bundled.get(options.dataset)) and (options.download or options.data_dir != DATA_DIR):
+        flag = "--download" if options.download else f"--data-dir {options.data_dir}"
+        raise RunError(f"{flag} has no effect on {options.dataset}, which {why}: leave it out")
 
 
 def _check_length(options: Options, explicit: Collection[str]) -> None:
