@@ -229,13 +229,26 @@ def test_a_beta1_of_ones_own_is_not_told_of():
         optimizer.step()
 
 
-def test_settings_that_are_refused_leave_the_first_optimizer_in_place():
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"wire": "nonsense"}, ValueError, "wire"),
+        ({"algorithm": "dense-int8"}, ValueError, "'dense-int8' selects nothing.*take a DistributedOptimizer"),
+        ({"algorithm": "dense", "density": 0.1}, ValueError, "'dense' selects nothing"),
+        ({"momentum": 0.9}, ValueError, "belongs into the wrapped optimizer"),
+        ({"nonfinite": "leave"}, ValueError, "nonfinite"),
+        ({"comm": 3}, TypeError, "expected an mpi4py communicator"),
+    ],
+)
+def test_settings_that_are_refused_leave_both_optimizers_as_they_were(settings, error, said):
     model = model_of()
     first = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model)
+    model(batch(0, 0)).square().mean().backward()
     other = INNER["adamw"](model.parameters())
-    with pytest.raises(ValueError, match="wire"):
-        UpdateOptimizer.for_model(other, model, wire="nonsense")
+    with pytest.raises(error, match=said):
+        UpdateOptimizer.for_model(other, model, **settings)
     assert other.param_groups[0]["betas"][0] == 0.9
+    first.step()
     model(batch(0, 0)).square().mean().backward()
     assert first.is_ahead
     first.step()

@@ -165,12 +165,17 @@ class FollowedModule:
         self._close = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     @staticmethod
-    def unfollow(module: nn.Module) -> None:
-        """Leaves, and follows no more, what any other look-ahead of this module has entered."""
-        for hook in list(module._forward_pre_hooks.values()):
-            if isinstance(hook, _Hook) and (other := hook.owner) is not None:
-                other.leave()
-                other._close()
+    def of(module: nn.Module) -> list["FollowedModule"]:
+        """Those that follow this module, each left if a forward has entered it."""
+        owners = (hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook))
+        found = [owner for owner in owners if owner is not None]
+        for follower in found:
+            follower.leave()
+        return found
+
+    def close(self) -> None:
+        """Follows the module no more."""
+        self._close()
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
         """Enters, or leaves where no gradients are to be made."""

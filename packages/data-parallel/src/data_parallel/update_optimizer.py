@@ -105,7 +105,10 @@ class UpdateOptimizer(ExchangingOptimizer):
         if checked.momentum:
             raise ValueError(f"momentum={checked.momentum} belongs into the wrapped optimizer, whose updates are sent")
         if not checked.may_select:
-            raise ValueError("an UpdateOptimizer is for algorithms that select: take a DistributedOptimizer")
+            raise ValueError(
+                f"{checked.algorithm!r} selects nothing, and an UpdateOptimizer is for algorithms that select: take a "
+                f"DistributedOptimizer"
+            )
         super().__init__(optimizer, named_parameters, comm, checked, sends="updates")
         if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
@@ -154,15 +157,18 @@ class UpdateOptimizer(ExchangingOptimizer):
         Returns:
             The wrapped optimizer.
         """
-        Settings.of(cls, {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__})
+        exchange = {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__}
+        tiny = TINY if Settings.of(cls, exchange).may_select else 0
+        before = FollowedModule.of(model)
+        density = scheduled(density, steps, settings.get("compressor"))
+        given: dict[str, Any] = {"density": density, "dense_below": tiny, **settings}
+        made = cls(optimizer, model.named_parameters(), **given)
+        for other in before:  # what is refused changes nothing
+            other.close()
+        made._followed = FollowedModule(model, made._lookahead)
         for group in optimizer.param_groups if beta1 is not None else ():
             if group.get("betas", (0.0,))[0] == ADAMS_BETA1:
                 group["betas"] = (beta1, *group["betas"][1:])
-        FollowedModule.unfollow(model)
-        density = scheduled(density, steps, settings.get("compressor"))
-        given: dict[str, Any] = {"density": density, "dense_below": TINY, **settings}
-        made = cls(optimizer, model.named_parameters(), **given)
-        made._followed = FollowedModule(model, made._lookahead)
         if beta1 is not None and beta1 < LEAST_CYCLED:
             has = [group.get("betas", (0.0,))[0] == beta1 for group in optimizer.param_groups]
             made._lowered = {position: beta1 for position, lowered in enumerate(has) if lowered}
