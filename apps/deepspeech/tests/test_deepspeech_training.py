@@ -163,6 +163,7 @@ def refusal(flags, capsys):
         ("--dnn lstm", 2, "lstm is a model of another app: python -m thinwire_text"),
         ("--download", 2, "--download has no effect on thinwire_deepspeech"),
         ("--label-smoothing 0.1", 2, "--label-smoothing 0.1 has no effect on thinwire_deepspeech"),
+        ("--elastic head:1", 2, "--elastic head:1 has no effect on thinwire_deepspeech"),
         ("--dataset spoken-digits --skip-bad", 2, "--skip-bad has no effect on spoken-digits, which are made"),
         ("--hidden 0", 2, "given '0'"),
         ("--dataset an4 --data-dir nowhere", 1, "missing: nowhere/an4/etc/an4_train.fileids"),

@@ -53,6 +53,7 @@ def sentiment(tmp_path: Path, *words: str) -> Options:
         ("--data-dir /nowhere", "--data-dir /nowhere has no effect on pydoc, which reads no files: leave it out"),
         ("--readers 0", "--readers 0 has no effect on lstm-small, whose text is in memory"),
         ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on thinwire_text"),
+        ("--elastic head:1", "--elastic is not for lstm-small"),
         ("--download", "--download has no effect on thinwire_text: leave it out"),
         ("--window 0", "given '0', expected a whole number from 1 on"),
     ],

@@ -62,6 +62,8 @@ def check(options: Options) -> None:
             raise RunError(f"--{flag.name.replace('_', '-')} has no effect on {options.dnn}: leave it out")
     if options.dataset == "pydoc" and options.app["skip_bad"]:
         raise RunError("--skip-bad has no effect on pydoc, which reads no files: leave it out")
+    if language and options.elastic is not None:
+        raise RunError(f"--elastic is not for {options.dnn}, whose streams are dealt once: leave it out")
     if language and options.readers != READERS:
         raise RunError(
             f"--readers {options.readers} has no effect on {options.dnn}, whose text is in memory: leave it out"
