@@ -24,6 +24,9 @@ def main(argv: Sequence[str]) -> int:
     if not argv:
         return max(_run(name, []) for name in BENCHMARKS)
     name, *options = argv
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\n\nNAME, each with a --help of its own: {', '.join(BENCHMARKS)}")
+        return 0
     if name not in BENCHMARKS:
         print(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2

@@ -22,6 +22,7 @@ from thinwire_trainer.synchronisers.table import TABLE
 
 from bench import compress, scaling
 from bench.__main__ import BENCHMARKS
+from bench.__main__ import main as bench
 from bench.cluster import Ranks, one_round
 from bench.convergence.curves import points
 from bench.convergence.training import trained
@@ -31,6 +32,11 @@ from bench.learning import TASKS, asking
 from bench.record import QUICK, RESULTS, asked, commit, parser_of, record, with_quantiles
 from bench.scaling import gtopk_link
 from bench.troubles import Troubles
+
+
+def test_help_names_every_benchmark(capsys):
+    assert bench(["--help"]) == 0
+    assert ", ".join(BENCHMARKS) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "bits"])  # which compares, and records nothing
