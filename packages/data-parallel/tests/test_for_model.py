@@ -168,6 +168,7 @@ def test_the_recommended_settings_and_ones_own():
     assert schedule(made()) == WarmUp(0.01, 100, stages=(1.0,))
     assert schedule(made(steps=2000, density=0.001)) == WarmUp(0.001, 400)
     assert "dense_below=256" in repr(optimizer)
+    assert f"density={WarmUp(0.01, 200, stages=(1.0,))}" in repr(optimizer)
     assert "dense_below=256" not in repr(made(dense_below=0))
     assert made(beta1=None).param_groups[0]["betas"] == (0.9, 0.99)
     assert made(beta1=0.7).param_groups[0]["betas"] == (0.7, 0.99)

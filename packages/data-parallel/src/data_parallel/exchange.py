@@ -104,8 +104,8 @@ class Exchange:
     def said(self) -> str:
         """Settings in use, as text that names them; all ranks share it but for the compressor's density."""
         scheme = self.scheme
-        compressor = self.settings.compressor if scheme.selects else None
-        return self.settings.said(algorithm=scheme.name, wire=scheme.wire, compressor=compressor)
+        found = {} if scheme.selects else {"compressor": None, "density": None}
+        return self.settings.said(**{"density": self.settings.density} | found, algorithm=scheme.name, wire=scheme.wire)
 
     def facts(self) -> str:
         """Settings that all ranks must share, as text."""

@@ -253,7 +253,7 @@ class SparseHookState:
         """Settings; measures nothing, so "auto" is shown as such until it has chosen."""
         exchange = self._exchange
         if exchange is None:
-            return f"SparseHookState({self._settings.said()}, no group yet)"
+            return f"SparseHookState({self._settings.said(density=self._settings.density)}, no group yet)"
         return f"SparseHookState({exchange.said()}, rank {exchange.comm.rank} of {exchange.comm.size})"
 
     @property
