@@ -47,16 +47,17 @@ class PeriodicAveraging(Wrapping):
     Attributes:
         comm: See `communicators.as_communicator`; its `timeout` is how long a boundary waits for a late rank.
         model: Gives the parameters' names in errors, and has the `buffers`.
-        buffers: Policy for the model's buffers, such as BatchNorm's: "keep", every rank its own until `drain` or
-            `finish` averages them; "average" at boundaries, with rank 0's where they are not floating-point;
+        buffers: Policy for the model's buffers, such as BatchNorm's: "keep" (default), every rank its own until `drain`
+            or `finish` averages them; "average" at boundaries, with rank 0's where they are not floating-point;
             "broadcast" rank 0's. The last two wait for a small exchange at every boundary.
-        inner_state: Policy for the wrapped optimizer's state: "keep", every rank its own; "average" at boundaries;
-            "reset" there.
+        inner_state: Policy for the wrapped optimizer's state: "keep" (default), every rank its own; "average" at
+            boundaries; "reset" there.
         weighted: Whether `average(weight)` is given a weight, such as the number of samples or tokens of the step;
-            means are by the sums of weights over blocks.
-        broadcast: Whether rank 0's parameters, and buffers of `model`, are copied to all ranks now. False: ranks
-            compare a hash of their parameters, and it is an error where they differ.
+            means are by the sums of weights over blocks. Default: False.
+        broadcast: Whether rank 0's parameters, and buffers of `model`, are copied to all ranks now, the default. False:
+            ranks compare a hash of their parameters, and it is an error where they differ.
         native: Whether to use the transport's own allreduce: worlds then agree within rounding, not bit for bit.
+            Default: False.
         shares: Share of every vector that each rank sums, for ranks with unequal links, see
             `communicators.shares_by_rate`; of the models alone, not of buffers and inner states. The model has the same
             bits whatever they are, and within rounding those without. Default: a sum in halves, or a ring.
@@ -65,9 +66,9 @@ class PeriodicAveraging(Wrapping):
         verify: Number of boundaries between comparisons of a hash of what ranks share there: the rule's anchors and
             momenta, or without such the mean. The end of training compares the model. In between every rank hashes its
             own parameters after `average()` and before the next step, where nobody is to write into them: two passes
-            over them in each step, whatever the number is. A difference
-            or a change is a CollectiveError on every rank that names rank, parameter and step or boundary. None, the
-            default: never. Unless it is 0, ranks compare a hash of the parameters at the first boundary.
+            over them in each step, whatever the number is. A difference or a change is a CollectiveError on every rank
+            that names rank, parameter and step or boundary. None, the default: never. Unless it is 0, ranks compare a
+            hash of the parameters at the first boundary.
 
     Raises:
         CollectiveError: Alike on every rank: ranks differ in algorithm, settings or parameters, or later a mean is not
