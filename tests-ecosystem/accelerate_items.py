@@ -58,12 +58,12 @@ def hook(folder):
     assert by_hand.same_as_hook(trained(accelerator, model, optimizer))
 
 
-@item("a hook given to DistributedDataParallelKwargs", "ignored by Accelerate; a warning says so")
+@item("a hook given to DistributedDataParallelKwargs", "ignored by Accelerate; a state with `named_parameters` warns")
 def ignored(folder):
-    state = SparseHookState(**SETTINGS)
+    model = by_hand.network()
+    state = SparseHookState(named_parameters=model.named_parameters(), **SETTINGS)
     handler = DistributedDataParallelKwargs(comm_hook=sparse_hook)
     accelerator = accelerator_of(kwargs_handlers=[handler])
-    model = by_hand.network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
     with pytest.warns(UserWarning, match="has brought no gradient to this SparseHookState: the hook is not registered"):
         trained(accelerator, model, optimizer)

@@ -67,11 +67,13 @@ def hook(folder):
     assert not by_hand.same_as_hook(module, settings=None)
 
 
-@item("a hook given to DDPStrategy, on a CPU", "ignored by Lightning; a warning says so")
+@item("a hook given to DDPStrategy, on a CPU", "ignored by Lightning; a state with `named_parameters` warns")
 def ignored(folder):
-    state = SparseHookState(**SETTINGS)
+    module = Digits()
+    state = SparseHookState(named_parameters=module.named_parameters(), **SETTINGS)
+    made = trainer(folder, strategy=DDPStrategy(ddp_comm_state=state, ddp_comm_hook=sparse_hook))
     with pytest.warns(UserWarning, match="has brought no gradient to this SparseHookState: the hook is not registered"):
-        fitted(folder, strategy=DDPStrategy(ddp_comm_state=state, ddp_comm_hook=sparse_hook))
+        made.fit(module, by_hand.loader())
 
 
 @item("accumulate_grad_batches=3", "same bits as plain DDP with no_sync()")

@@ -13,6 +13,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 report, module = Path(sys.argv[1]), sys.argv[2]
@@ -25,7 +26,7 @@ for item in import_module(module).ITEMS:
         with warnings.catch_warnings():
             warnings.simplefilter("default")
             item.run(folder)
-    except Exception:
+    except (Exception, pytest.fail.Exception):  # the latter of pytest.warns and raises
         error = traceback.format_exc()
     errors = [None, None]
     dist.all_gather_object(errors, error)
