@@ -14,8 +14,10 @@ from data_parallel import SparseHookState, UpdateOptimizer, sparse_hook
 from data_parallel.integrations.lightning import DistributedOptimizers, SparseGradients
 from items import collector
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 
 ITEMS = []
 item = collector("Lightning", ITEMS)
@@ -28,6 +30,8 @@ class Digits(LightningModule):
 
     def training_step(self, batch, number):
         return by_hand.loss_of(self.network, batch)
+
+    validation_step = training_step
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
@@ -124,6 +128,17 @@ def resume(folder):
     assert by_hand.same_as_hook(module, settings=SETTINGS)
 
 
+@item("validate(ckpt_path=…), then fit()", "same bits as without the checkpoint")
+def evaluated(folder):
+    file = folder / "other.ckpt"
+    fitted(folder, SparseGradients(**SETTINGS), epochs=1, save=file)
+    made = trainer(folder, SparseGradients(**SETTINGS))
+    made.validate(Digits(), by_hand.loader(), ckpt_path=file, weights_only=True, verbose=False)
+    module = Digits()
+    made.fit(module, by_hand.loader())
+    assert by_hand.same_as_hook(module)
+
+
 def skipping(module):
     return by_hand.updating(module, nonfinite="skip")
 
@@ -157,6 +172,19 @@ def optimizer_fp16(folder):
     other = scaler()
     assert by_hand.same_as_ahead(module, epochs=2, scaler=other)
     assert plugins[0].scaler.get_scale() == other.get_scale() != 2.0**16
+
+
+class Normed(Digits):
+    def __init__(self):
+        super().__init__(by_hand.updating)
+        self.network = nn.Sequential(nn.BatchNorm1d(64), self.network)
+
+
+@item("UpdateOptimizer, StochasticWeightAveraging with BatchNorm", "ranks agree; its pass without backward is taken")
+def optimizer_averaging(folder):
+    module, averaging = Normed(), StochasticWeightAveraging(swa_lrs=0.001, swa_epoch_start=1)
+    trainer(folder, DistributedOptimizers(), averaging, epochs=3).fit(module, by_hand.loader())
+    by_hand.all_alike(module)
 
 
 class ByHand(Digits):

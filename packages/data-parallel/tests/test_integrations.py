@@ -50,3 +50,13 @@ def test_one_rank_is_told_that_nothing_is_exchanged(callbacks, kind, caplog):
 def test_what_is_no_trainer_is_refused(callbacks, kind):
     with pytest.raises(TypeError, match=rf"trainer is 3: trainer\.add_callback\({kind}\(trainer, \.\.\.\)\)"):
         getattr(callbacks("transformers"), kind)(3)
+
+
+def test_lightning_forgets_what_an_evaluation_has_read(callbacks):
+    callback = callbacks("lightning").SparseGradients(density=0.1)
+    trained = SimpleNamespace(world_size=1)  # where a state that was read would be loaded, and fail
+    callback.setup(trained, None, "validate")
+    callback.load_state_dict({"of": "a checkpoint"})
+    callback.setup(trained, None, "fit")
+    callback.on_fit_start(trained, None)
+    assert callback.state is None

@@ -36,6 +36,11 @@ class SparseGradients(Callback):  # type: ignore[misc] # Lightning's types are n
         self._settings = settings
         self._loaded: dict[str, Any] = {}
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets what an evaluation has read from a checkpoint; that of this training is read next."""
+        del trainer, pl_module, stage
+        self._loaded = {}
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """DDP has been made; what a checkpoint held has been read."""
         del pl_module
@@ -90,6 +95,10 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the parameters that all ranks share."""
         del trainer, pl_module
+        self._ahead.close()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Restores them also where Lightning left backward out, as StochasticWeightAveraging does for BatchNorm."""
         self._ahead.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
