@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from communicators import as_communicator
-from data_parallel import DistributedOptimizer
+from data_parallel import DistributedOptimizer, UpdateOptimizer
 from local_sgd import LocalSGD
 from partial_collectives import EagerSGD
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 WAYS = {
@@ -104,11 +106,39 @@ def where_ddp_exchanges_inside_a_node_and_the_wrapper_between_nodes_all_is_silen
         assert said(name, group=nodes[rank // 2], comm=nodes[rank // 2]), name
 
 
+def said_of(group=None, hook=None, no_sync=False):
+    """Warnings of an optimizer that was made for a module which then is put into DDP, as frameworks do."""
+    model = nn.Linear(8, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = UpdateOptimizer.for_model(torch.optim.SGD(model.parameters(), lr=0.01), model, steps=20)
+        ddp = DistributedDataParallel(model, process_group=group)
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        for step in range(3):
+            with ddp.no_sync() if no_sync else nullcontext():
+                loss_of(ddp, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in caught if "DistributedDataParallel" in str(one.message)]
+
+
+def what_ddp_exchanges_too_is_said_where_ddp_comes_last():
+    found = said_of()
+    assert len(found) == 1, found
+    assert "whole, among the same ranks" in found[0]
+    assert not said_of(hook=noop_hook)
+    assert not said_of(no_sync=True)
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    assert not said_of(group=nodes[dist.get_rank() // 2])
+
+
 LAWS = [
+    what_ddp_exchanges_too_is_said_where_ddp_comes_last,
     what_ddp_exchanges_too_is_said_once,
     where_the_plain_module_is_given_all_is_silent,
     where_ddp_leaves_a_wrappers_parameters_alone_all_is_silent,
     a_wrapper_of_one_rank_exchanges_nothing_twice,
     where_ddp_exchanges_inside_a_node_and_the_wrapper_between_nodes_all_is_silent,
 ]
-SELDOM = LAWS[1:]
+SELDOM = LAWS[2:]

@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from replicas import restored
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from data_parallel.adam_step_correction import in_batches
 from data_parallel.exchange import Exchange
@@ -151,9 +152,13 @@ class FollowedModule:
 
     So do a forward in evaluation or without gradients, and a `state_dict` or `load_state_dict` of the module, which are
     of the parameters that all ranks have in common.
+
+    Attributes:
+        ddp: DDP module amid whose forward the last one in training was, if it exchanges gradients without a hook.
     """
 
     def __init__(self, module: nn.Module, lookahead: ErrorLookahead) -> None:
+        self.ddp: DistributedDataParallel | None = None
         self._lookahead, self._inside = lookahead, cast(AbstractContextManager[None] | None, None)
         hooked: Any = module
         before_state = _Hook(self, FollowedModule.before_state)
@@ -181,7 +186,9 @@ class FollowedModule:
         """Enters, or leaves where no gradients are to be made."""
         if not (module.training and torch.is_grad_enabled()):
             self.leave()
-        elif not self._lookahead.now:
+            return
+        self.ddp = _ddp_of_now()
+        if not self._lookahead.now:
             self._inside = self._lookahead.for_gradients()
             self._inside.__enter__()
 
@@ -218,6 +225,12 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, ()
+
+
+def _ddp_of_now() -> DistributedDataParallel | None:
+    """Module whose forward this is amid, if it exchanges gradients by itself after it."""
+    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return ddp if ddp is not None and ddp.require_backward_grad_sync and not ddp._comm_hooks else None
 
 
 def _nodes() -> int:

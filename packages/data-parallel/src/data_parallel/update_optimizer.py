@@ -114,6 +114,7 @@ class UpdateOptimizer(ExchangingOptimizer):
             warnings.warn(said, stacklevel=2)
         self._step_correction = AdamStepCorrection(optimizer, self.comm)
         self._followed: FollowedModule | None = None
+        self._told_of_ddp = False
         self._lowered: dict[int, float] = {}  # Adam's β₁ by group, where for_model has set it, until it is another
         self._lookahead = ErrorLookahead(self._sent, self._exchange, lambda: ahead_by(optimizer, self.comm.size))
         self._rates = ByRates(optimizer, self._trained, nbytes)
@@ -227,6 +228,9 @@ class UpdateOptimizer(ExchangingOptimizer):
         return self.ahead() if closure else nullcontext()
 
     def _take_step(self) -> None:
+        if self._followed is not None and self._followed.ddp is not None and not self._told_of_ddp:
+            self._told_of_ddp = True
+            self.tell_of_ddp(self._followed.ddp)
         self._begin_step()
         self._tell_of_beta1()
         self._refuse_sparse(range(len(self._trained)))

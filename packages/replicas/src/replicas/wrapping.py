@@ -117,6 +117,14 @@ class Wrapping(Optimizer):
             weakref.finalize(self, _tell, self._apart, self.what)
         warn_of_ddp(trained, model, comm, self._comm, owner=self.what, instead=self.instead_of_ddp)
 
+    def tell_of_ddp(self, ddp: nn.Module) -> None:
+        """Warns of a DDP module that exchanges these gradients too, and came round them after the constructor.
+
+        Args:
+            ddp: Module in whose forward the parameters are used.
+        """
+        warn_of_ddp(self.trained, ddp, self._given, self._comm, owner=self.what, instead=self.instead_of_ddp)
+
     @property
     def comm(self) -> Communicator:
         """Communicator of all ranks."""
