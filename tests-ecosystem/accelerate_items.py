@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 
 import by_hand
 import pytest
@@ -138,21 +137,7 @@ def with_adam(accelerator):
     model = by_hand.network()
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    return model, update_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)
-
-
-def ahead_trained(accelerator, model, optimizer, *, epochs, autocast=None):
-    for _ in range(epochs):
-        for batch in by_hand.loader():
-            with accelerator.accumulate(model):
-                with optimizer.ahead():
-                    with torch.autocast("cpu", autocast) if autocast else nullcontext():
-                        loss = by_hand.loss_of(model, batch)
-                    accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-    by_hand.all_alike(model)
-    return model
+    return model, update_optimizer(accelerator, adam, model, **UPDATES)
 
 
 @item("UpdateOptimizer, with Adam", "no DDP; same bits as a loop by hand with ahead()")
@@ -161,12 +146,8 @@ def optimizer(folder):
     model = by_hand.network()
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # ours
-    optimizer = update_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)  # ours
-    for batch in [batch for _ in range(4) for batch in by_hand.loader()]:
-        optimizer.zero_grad()
-        with optimizer.ahead():  # ours
-            accelerator.backward(by_hand.loss_of(model, batch))
-        optimizer.step()
+    optimizer = update_optimizer(accelerator, adam, model, **UPDATES)  # ours
+    trained(accelerator, model, optimizer, epochs=4)
     assert by_hand.same_as_ahead(model)
     assert by_hand.accuracy(model) > 0.5
 
@@ -174,25 +155,25 @@ def optimizer(folder):
 @item("UpdateOptimizer, save_state and load_state", "same bits as without a stop")
 def optimizer_resume(folder):
     accelerator = accelerator_of()
-    ahead_trained(accelerator, *with_adam(accelerator), epochs=2)
+    trained(accelerator, *with_adam(accelerator), epochs=2)
     accelerator.save_state(folder)
     accelerator = accelerator_of()
     model, optimizer = with_adam(accelerator)
     accelerator.load_state(folder)
-    assert by_hand.same_as_ahead(ahead_trained(accelerator, model, optimizer, epochs=2))
+    assert by_hand.same_as_ahead(trained(accelerator, model, optimizer, epochs=2))
 
 
 @item("UpdateOptimizer, accelerator.accumulate", "same bits as by hand, each backward inside ahead()")
 def optimizer_accumulation(folder):
     accelerator = accelerator_of(gradient_accumulation_steps=3)
-    found = ahead_trained(accelerator, *with_adam(accelerator), epochs=2)
+    found = trained(accelerator, *with_adam(accelerator), epochs=2)
     assert by_hand.same_as_ahead(found, epochs=2, accumulate=3)
 
 
 @item("UpdateOptimizer, a GradScaler in accelerator.scaler", "same bits as by hand, skipped steps included")
 def optimizer_scaler(folder):
     accelerator, other = scaling()
-    found = ahead_trained(accelerator, *with_adam(accelerator), epochs=2, autocast=torch.float16)
+    found = trained(accelerator, *with_adam(accelerator), epochs=2, autocast=torch.float16)
     assert by_hand.same_as_ahead(found, epochs=2, scaler=other)
     assert accelerator.scaler.get_scale() == other.get_scale() != 2.0**16
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 BATCH, BATCHES, RATE = 16, 12, 0.1
 SETTINGS = {"density": 0.05, "momentum": 0.9}
-UPDATES = {"density": 0.05}
+UPDATES = {"steps": 48, "density": 0.05}
 AHEAD = "DDP exchanges nothing; same bits as a loop by hand with ahead(), resumed or not"
 
 
@@ -89,7 +89,7 @@ def trained_by_hand(*, epochs=2, accumulate=1, autocast=None, scaler=None, setti
 def updating(model, **options):
     """Adam, of which ranks exchange what it would do."""
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
-    return UpdateOptimizer(adam, model.named_parameters(), **UPDATES, **options)
+    return UpdateOptimizer.for_model(adam, model, **UPDATES, **options)
 
 
 def trained_with_adam(*, epochs=4, accumulate=1, scaler=None):

@@ -147,7 +147,7 @@ def skipping(module):
 def optimizer(folder):
     def adam(module):
         optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
-        return UpdateOptimizer(optimizer, module.named_parameters(), **UPDATES)  # ours
+        return UpdateOptimizer.for_model(optimizer, module, **UPDATES)  # ours
 
     callbacks = [DistributedOptimizers()]  # ours
     file = folder / "half.ckpt"
@@ -159,7 +159,7 @@ def optimizer(folder):
     assert by_hand.accuracy(module.network) > 0.6
 
 
-@item("UpdateOptimizer, accumulate_grad_batches=3", "same bits as by hand, each backward inside ahead()")
+@item("UpdateOptimizer, accumulate_grad_batches=3", "same bits as by hand")
 def optimizer_accumulation(folder):
     module = fitted(folder, DistributedOptimizers(), optimizer=by_hand.updating, accumulate_grad_batches=3)
     assert by_hand.same_as_ahead(module, epochs=2, accumulate=3)
@@ -196,8 +196,7 @@ class ByHand(Digits):
 
     def training_step(self, batch, number):
         optimizer = self.optimizers()
-        with optimizer.ahead():
-            self.manual_backward(by_hand.loss_of(self.network, batch))
+        self.manual_backward(by_hand.loss_of(self.network, batch))
         optimizer.step()
         optimizer.zero_grad()
 

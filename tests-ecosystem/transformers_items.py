@@ -144,7 +144,7 @@ def updated(folder, *, resume=None, **options):
 def optimizer(folder):
     def adam(model):
         inner = torch.optim.Adam(model.parameters(), lr=0.003)
-        return UpdateOptimizer(inner, model.named_parameters(), **UPDATES)  # ours
+        return UpdateOptimizer.for_model(inner, model, **UPDATES)  # ours
 
     trainer = trainer_of(folder, adam, epochs=4)
     trainer.add_callback(DistributedOptimizers(trainer))  # ours

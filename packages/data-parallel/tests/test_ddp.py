@@ -380,6 +380,20 @@ def test_the_hook_exchanges_for_plain_optimizers_alone(other):
     assert hooked(copied, [], {"density": 0.5}, grad_scaler=None, how="") is not state
 
 
+def test_a_single_update_optimizer_follows_the_module_in_ddp():
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    ours = exchanging(ddp.module, UpdateOptimizer)
+    for _ in range(2):
+        left_to_optimizers(ddp, [ours], how="")
+        loss = ddp(torch.ones(1, 3)).sum()
+        assert ours.is_ahead
+        with ours.ahead():
+            loss.backward()
+        assert ours.is_ahead
+        ours.step()
+        assert not ours.is_ahead
+
+
 def test_ddp_leaves_the_exchange_to_optimizers_where_all_have_one():
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     ours, theirs = exchanging(ddp.module), prepared(ddp.module)
@@ -388,6 +402,8 @@ def test_ddp_leaves_the_exchange_to_optimizers_where_all_have_one():
             left_to_optimizers(ddp, optimizers, how="")
     for _ in range(2):
         assert left_to_optimizers(ddp, [ours, theirs], how="") == [ours, theirs.optimizer]
+    ddp(torch.ones(1, 3))
+    assert not theirs.optimizer.is_ahead  # of several, each follows its own part
     overlapped = DistributedOptimizer(sgd(ddp.parameters(), momentum=0.0), ddp.named_parameters(), overlap=True)
     with pytest.raises(TypeError, match="take overlap=False, or SparseGradients"):
         left_to_optimizers(ddp, [overlapped], how="")

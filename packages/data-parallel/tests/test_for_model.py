@@ -347,3 +347,9 @@ def test_a_compiled_model():
         return found
 
     assert losses(True) == pytest.approx(losses(False))
+
+
+def test_what_is_no_module_is_refused():
+    model = model_of()
+    with pytest.raises(TypeError, match=r"generator object .*, expected the torch\.nn\.Module itself"):
+        UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model.named_parameters())

@@ -34,7 +34,7 @@ LOOKS = 100
 LATE = (
     "the gradients of this step were made without what waits in the residuals: at a density of {density:g} an update "
     "waits about {wait:,.0f} steps, and until then each gradient asks for it again, so training is slower, or worse. "
-    "Put forward and backward into `with optimizer.ahead():`"
+    "Put forward and backward into `with optimizer.ahead():`, or make it by UpdateOptimizer.for_model, which does that"
 )
 BOTH = (
     "of this step some gradients were made inside ahead(), others outside, without what waits in the residuals: put "
@@ -170,8 +170,8 @@ class FollowedModule:
         self._close = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     @staticmethod
-    def of(module: nn.Module) -> list["FollowedModule"]:
-        """Those that follow this module, each left if a forward has entered it."""
+    def left(module: nn.Module) -> list["FollowedModule"]:
+        """Leaves those that follow this module, where a forward has entered, and returns them."""
         owners = (hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook))
         found = [owner for owner in owners if owner is not None]
         for follower in found:
@@ -181,6 +181,11 @@ class FollowedModule:
     def close(self) -> None:
         """Follows the module no more."""
         self._close()
+
+    @property
+    def inside(self) -> bool:
+        """Whether a forward has entered, and nothing has left since."""
+        return self._inside is not None
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
         """Enters, or leaves where no gradients are to be made."""

@@ -49,8 +49,8 @@ class ExchangingOptimizer(Wrapping):
 
     advice = RESHARD
     instead_of_ddp = (
-        "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook); in a training framework "
-        "take its adapter of data_parallel.integrations"
+        "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook); in a training "
+        "framework take its adapter of data_parallel.integrations"
     )
     instead_of_shards = "exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf

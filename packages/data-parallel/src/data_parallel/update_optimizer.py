@@ -157,16 +157,20 @@ class UpdateOptimizer(ExchangingOptimizer):
 
         Returns:
             The wrapped optimizer.
+
+        Raises:
+            TypeError: The model is no module.
         """
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise TypeError(f"model is {kind}, expected the torch.nn.Module itself, whose forward is followed")
         exchange = {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__}
         tiny = TINY if Settings.of(cls, exchange).may_select else 0
-        before = FollowedModule.of(model)
+        FollowedModule.left(model)
         density = scheduled(density, steps, settings.get("compressor"))
         given: dict[str, Any] = {"density": density, "dense_below": tiny, **settings}
         made = cls(optimizer, model.named_parameters(), **given)
-        for other in before:  # what is refused changes nothing
-            other.close()
-        made._followed = FollowedModule(model, made._lookahead)
+        made.follow(model)  # what is refused changes nothing
         for group in optimizer.param_groups if beta1 is not None else ():
             if group.get("betas", (0.0,))[0] == ADAMS_BETA1:
                 group["betas"] = (beta1, *group["betas"][1:])
@@ -180,6 +184,17 @@ class UpdateOptimizer(ExchangingOptimizer):
         """Whether this is inside `ahead`."""
         return self._lookahead.now
 
+    def follow(self, model: nn.Module) -> None:
+        """Has the model's own forward in training enter `ahead` from now on, as `for_model` does; once is enough.
+
+        Args:
+            model: Module whose parameters these are.
+        """
+        if self._followed is None:
+            for other in FollowedModule.left(model):
+                other.close()
+            self._followed = FollowedModule(model, self._lookahead)
+
     def ahead(self) -> AbstractContextManager[None]:
         """Context in which parameters are this rank's own: those that all ranks have in common + its residuals.
 
@@ -189,12 +204,14 @@ class UpdateOptimizer(ExchangingOptimizer):
 
         Residuals are scaled by 1/P with Adam and its like, and by 1 with SGD (`ErrorLookahead`). So gradients reckon
         with updates that wait. Forward and all of backward belong inside, evaluation does not: outside, parameters are
-        the same on all ranks, bit for bit. `step(closure)` does this itself.
+        the same on all ranks, bit for bit. `step(closure)` does this itself. Amid the forward of a model that is
+        followed it is there already, and does nothing.
 
         Raises:
             RuntimeError: Inside another `ahead()`. At the end: a parameter was written to inside, which is undone.
         """
-        return self._lookahead.for_gradients()
+        followed = self._followed is not None and self._followed.inside
+        return nullcontext() if followed else self._lookahead.for_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, as "distributed", this rank's residuals of updates by parameter.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from data_parallel.ddp.hook import SparseHookState
@@ -55,29 +55,23 @@ def distributed_optimizer(
     return _prepared(accelerator, DistributedOptimizer, optimizer, named_parameters, settings)
 
 
-def update_optimizer(
-    accelerator: Accelerator, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]], **settings: Any
-) -> Any:
-    """The optimizer in an `UpdateOptimizer` with these settings, prepared as by `distributed_optimizer`.
+def update_optimizer(accelerator: Accelerator, optimizer: Optimizer, model: nn.Module, **settings: Any) -> Any:
+    """The optimizer in `UpdateOptimizer.for_model`, prepared as by `distributed_optimizer`; the loop stays as it is.
 
-    model = accelerator.prepare_model(model, evaluation_mode=True)
-    optimizer = update_optimizer(accelerator, adam, model.named_parameters(), density=0.05)
-    ...
-    with optimizer.ahead():
-        accelerator.backward(loss(model(inputs)))
-    optimizer.step()
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer = update_optimizer(accelerator, adam, model, steps=10_000)
+
+    settings: of `UpdateOptimizer.for_model`; steps are the optimizer's, not those of gradients that accumulate.
     """
-    prepared = _prepared(accelerator, UpdateOptimizer, optimizer, named_parameters, settings)
-    prepared.ahead = prepared.optimizer.ahead
-    return prepared
+    return _prepared(accelerator, UpdateOptimizer.for_model, optimizer, model, settings)
 
 
 def _prepared(
-    accelerator: Accelerator, kind: type[ExchangingOptimizer], optimizer: Any, named_parameters: Any, settings: Any
+    accelerator: Accelerator, made: Callable[..., ExchangingOptimizer], optimizer: Any, over: Any, settings: Any
 ) -> Any:
     if accelerator.scaler is not None:
         settings = {"nonfinite": "skip", **settings}
-    exchanging = kind(optimizer, named_parameters, **settings)
+    exchanging = made(optimizer, over, **settings)
     # device_placement would save and load its state now
     prepared = accelerator.prepare_optimizer(exchanging, device_placement=False)
     prepared.state_dict = exchanging.gathered_state_dict  # every rank is asked, and rank 0's answer is written

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -51,6 +50,8 @@ def hooked(
 def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> list[ExchangingOptimizer]:
     """Stops DDP from exchanging gradients, because these optimizers do; returns those that do.
 
+    A single `UpdateOptimizer` follows the module's forward, as after `for_model`.
+
     Raises TypeError for a module without DDP, and unless all do.
     """
     ddp, inner = _ddp_of(model, how), [inner_of(optimizer) for optimizer in optimizers]
@@ -71,13 +72,9 @@ def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> li
     if ddp not in _EXCHANGED_BY:
         ddp.register_comm_hook(None, noop_hook)
         _EXCHANGED_BY[ddp] = ()
+    if len(found) == 1 and isinstance(found[0], UpdateOptimizer):
+        found[0].follow(ddp.module)
     return found
-
-
-def ahead_of(optimizer: Any) -> AbstractContextManager[None]:
-    """Context for computing gradients: `UpdateOptimizer.ahead`, entered only once; nothing for other optimizers."""
-    inner = inner_of(optimizer)
-    return inner.ahead() if isinstance(inner, UpdateOptimizer) and not inner.is_ahead else nullcontext()
 
 
 def inner_of(optimizer: Any) -> Any:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_parallel.ddp.hook import SparseHookState
-from data_parallel.integrations.attaching import ahead_of, hooked, left_to_optimizers
+from data_parallel.integrations.attaching import hooked, left_to_optimizers
 from data_parallel.optimizer import ExchangingOptimizer
 
 logger = logging.getLogger(__name__)
@@ -67,44 +65,18 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
 
         Trainer(strategy="ddp", callbacks=[DistributedOptimizers()])
 
-    gradient_clip_val holds each rank's own gradient, before the exchange. Checkpoints: as with `SparseGradients`.
-    Gradients of an `UpdateOptimizer` are made inside `ahead()`; in manual optimization by hand:
-
-        with self.optimizers().ahead():
-            self.manual_backward(loss)
+    gradient_clip_val holds each rank's own gradient, before the exchange; with precision="16-mixed", where Lightning
+    refuses it, give the optimizer clip_norm. Checkpoints: as with `SparseGradients`. A single `UpdateOptimizer` follows
+    the module's forward, in manual optimization too; of several, make each by `for_model` over the part that it trains.
     """
-
-    def __init__(self) -> None:
-        self._ahead = ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """DDP and optimizers have been made."""
+        del pl_module
         if trainer.world_size == 1:
             logger.info(ALONE)
             return
-        found = left_to_optimizers(trainer.model, trainer.optimizers, how=HOW)
-        if not pl_module.automatic_optimization:
-            return
-
-        def go_ahead(*_: Any) -> None:
-            if torch.is_grad_enabled():  # or it is for evaluation
-                self._ahead.enter_context(ahead_of(found[0]))
-
-        trainer.model.register_forward_pre_hook(go_ahead)  # step(closure) is there; accumulation and a scaler are not
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the parameters that all ranks share."""
-        del trainer, pl_module
-        self._ahead.close()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Restores them also where Lightning left backward out, as StochasticWeightAveraging does for BatchNorm."""
-        self._ahead.close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restores them also if forward or backward failed, or was interrupted."""
-        del trainer, pl_module, exception
-        self._ahead.close()
+        left_to_optimizers(trainer.model, trainer.optimizers, how=HOW)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Puts the states of all ranks where Lightning has put this rank's."""

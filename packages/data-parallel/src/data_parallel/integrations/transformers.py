@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from data_parallel.ddp.hook import SparseHookState
-from data_parallel.integrations.attaching import ahead_of, hooked, inner_of, left_to_optimizers
+from data_parallel.integrations.attaching import hooked, inner_of, left_to_optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -98,23 +98,14 @@ class DistributedOptimizers(_Exchanging):
     """A `DistributedOptimizer` or an `UpdateOptimizer` exchanges, and not DDP.
 
         adam = torch.optim.AdamW(model.parameters())
-        optimizer = UpdateOptimizer(adam, model.named_parameters())
+        optimizer = UpdateOptimizer.for_model(adam, model, steps=10_000)
         trainer = Trainer(model, arguments, optimizers=(optimizer, None), …)
         trainer.add_callback(DistributedOptimizers(trainer))
 
     TrainingArguments is made before the optimizer, because it starts the process group. max_grad_norm holds each rank's
-    own gradient, before the exchange. The checkpoint's optimizer.pt holds the states of all ranks. With an
-    `UpdateOptimizer` trainer.training_step, forward and backward, is called inside `ahead()`.
+    own gradient, before the exchange. The checkpoint's optimizer.pt holds the states of all ranks. An
+    `UpdateOptimizer` follows the model's forward.
     """
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self._training_step = trainer.training_step
-        trainer.training_step = self._ahead  # no event comes where it raises, and parameters have to be put back
-
-    def _ahead(self, *given: Any, **named: Any) -> Any:
-        with ahead_of(self._trainer.optimizer):
-            return self._training_step(*given, **named)
 
     def _begin(self, args: TrainingArguments, state: TrainerState) -> None:
         del args, state
