@@ -163,7 +163,7 @@ def optimizer_resume(folder):
     assert by_hand.same_as_ahead(trained(accelerator, model, optimizer, epochs=2))
 
 
-@item("UpdateOptimizer, accelerator.accumulate", "same bits as by hand, each backward inside ahead()")
+@item("UpdateOptimizer, accelerator.accumulate", "same bits as by hand")
 def optimizer_accumulation(folder):
     accelerator = accelerator_of(gradient_accumulation_steps=3)
     found = trained(accelerator, *with_adam(accelerator), epochs=2)

@@ -27,7 +27,7 @@ class Item:
         """Those that a user writes, without the arguments that only tests need."""
         source = inspect.getsource(self.run).splitlines()
         added = [line.removesuffix(MARK).strip() for line in source if line.endswith(MARK)]
-        settings = {"**SETTINGS": "density=0.05, momentum=0.9", "**UPDATES": "density=0.05"}
+        settings = {"**SETTINGS": "density=0.05, momentum=0.9", "**UPDATES": "steps=48, density=0.05"}
         for name, shown in settings.items():
             added = [line.replace(name, shown) for line in added]
         return added

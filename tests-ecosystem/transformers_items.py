@@ -156,7 +156,7 @@ def optimizer(folder):
     assert by_hand.accuracy(model.network) > 0.5
 
 
-@item("UpdateOptimizer, gradient_accumulation_steps=3", "same bits as by hand, each backward inside ahead()")
+@item("UpdateOptimizer, gradient_accumulation_steps=3", "same bits as by hand")
 def optimizer_accumulation(folder):
     model = updated(folder, gradient_accumulation_steps=3)
     assert by_hand.same_as_ahead(model, epochs=2, accumulate=3)

@@ -39,7 +39,7 @@ def main() -> None:
     image = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10, "initializer_range": 0.2}
     model = ViTForImageClassification(ViTConfig(**image, **size))
     adam = torch.optim.AdamW(model.parameters(), lr=RATE)
-    optimizer = UpdateOptimizer(adam, model.named_parameters(), density=0.1)  # line 1
+    optimizer = UpdateOptimizer.for_model(adam, model, steps=EPOCHS * 45)  # line 1
     trainer = Trainer(model, arguments, train_dataset=rows[:1437], optimizers=(optimizer, None))
     trainer.add_callback(DistributedOptimizers(trainer))  # line 2
     trainer.train()

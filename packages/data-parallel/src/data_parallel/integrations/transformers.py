@@ -17,7 +17,10 @@ from data_parallel.integrations.attaching import hooked, inner_of, left_to_optim
 
 logger = logging.getLogger(__name__)
 
-HOW = "start the script by torchrun or accelerate launch, without FSDP or DeepSpeed"
+HOW = (
+    "start the script by torchrun or accelerate launch, without FSDP or DeepSpeed, and call no evaluate() or predict() "
+    "before train(), after which Trainer leaves DDP out (eval_on_start=True does not)"
+)
 FILE = "sparse_gradients.pt"
 OPTIMIZER_FILE = "optimizer.pt"  # as Trainer calls it
 
@@ -84,7 +87,10 @@ class SparseGradients(_Exchanging):
             raise FileNotFoundError(f"training goes on, but there is no {path}: give resume_from= that folder")
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["parameters"] != _digest(self._trainer.model):
-            raise ValueError(f"{path} was saved with other weights: give resume_from= the folder of this checkpoint")
+            raise ValueError(
+                f"{path} was saved with other weights: give resume_from= the folder of this checkpoint. If it is that, "
+                "Trainer has not loaded all of them, as transformers 5.24 does not of a ViT"
+            )
         self.state.load_state_dict(saved["state"])
 
     def _save(self, folder: Path, *, first: bool) -> None:
