@@ -351,5 +351,7 @@ def test_a_compiled_model():
 
 def test_what_is_no_module_is_refused():
     model = model_of()
-    with pytest.raises(TypeError, match=r"generator object .*, expected the torch\.nn\.Module itself"):
-        UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model.named_parameters())
+    adamw = INNER["adamw"](model.parameters())
+    for given, kind in ((adamw, model.named_parameters()), "generator"), ((model, adamw), "AdamW"):
+        with pytest.raises(TypeError, match=rf"model is {kind}, expected the torch\.nn\.Module itself"):
+            UpdateOptimizer.for_model(*given)
