@@ -352,6 +352,6 @@ def test_a_compiled_model():
 def test_what_is_no_module_is_refused():
     model = model_of()
     adamw = INNER["adamw"](model.parameters())
-    for given, kind in ((adamw, model.named_parameters()), "generator"), ((model, adamw), "AdamW"):
+    for swapped, kind in ((adamw, model.named_parameters()), "generator"), ((model, adamw), "AdamW"):
         with pytest.raises(TypeError, match=rf"model is {kind}, expected the torch\.nn\.Module itself"):
-            UpdateOptimizer.for_model(*given)
+            UpdateOptimizer.for_model(*swapped)
