@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import multiprocessing
 import re
+import socket
 import threading
 from itertools import pairwise
 from urllib.request import urlopen
@@ -231,6 +233,24 @@ def test_a_port_that_is_taken_or_none_is_told_in_one_line():
         pass
     with pytest.raises(OSError, match="port 70000"), metrics.serving(snapshots, 70_000):
         pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_was_forked_meanwhile_does_not_hold_the_port():
+    """As a DataLoader's workers, which live on with copies of all sockets."""
+    forks = multiprocessing.get_context("fork")
+    ends = forks.Event()
+    worker = forks.Process(target=ends.wait)
+    with metrics.serving(Snapshots(dict), 0, address="127.0.0.1") as port:
+        worker.start()
+    try:
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+        with metrics.serving(Snapshots(dict), port, address="127.0.0.1"):
+            pass
+    finally:
+        ends.set()
+        worker.join()
 
 
 @pytest.mark.parametrize(

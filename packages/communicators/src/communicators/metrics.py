@@ -14,9 +14,10 @@ in threads of theirs.
 import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from os import PathLike
+from socket import SHUT_RDWR
 from typing import Any, NamedTuple
 
 SHARE = 0.005
@@ -187,6 +188,8 @@ def serving(snapshots: Snapshots, port: int = PORT, *, address: str = "0.0.0.0")
         yield server.server_port
     finally:
         server.shutdown()
+        with suppress(OSError):  # of a system where a socket that listens cannot be shut down
+            server.socket.shutdown(SHUT_RDWR)  # also the copies in processes forked meanwhile, as a DataLoader's
         server.server_close()
         thread.join()
 
