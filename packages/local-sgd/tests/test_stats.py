@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from communicators import Link, SimulatedWorld
+from communicators import Dies, Elastic, Link, SimulatedWorld
 from local_sgd import CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, StreamingDiLoCo
 from partial_collectives import PartialAllreduce
 from sparse_collectives import sparse_allreduce
@@ -100,6 +100,27 @@ def test_steps_of_before_a_resume_are_not_what_is_compared_with(quadratic):
 
     stats = SimulatedWorld(2).run(body)[0]
     assert (stats["steps"], stats["bytes_dense"]) == (3 * TAU, TAU * 4 * NUMEL)
+
+
+def test_what_whole_gradients_would_have_been_is_by_the_ranks_of_each_step(quadratic):
+    """Not by those that are left: the number would shrink, which counts as begun anew in monitoring."""
+
+    def body(comm):
+        task, found = quadratic(comm.rank), []
+        optimizer = made(Elastic(comm, start_with=2), task, LocalSGD)
+        for step in range(4 * TAU):
+            comm.elapse(0.1)
+            task.train(optimizer, [step])
+            found.append(optimizer.stats())
+        return found
+
+    history, dead = SimulatedWorld(2, faults=[Dies(1, at=(TAU + 1.5) * 0.1)]).run(body)
+    assert dead is None
+    together = [stats["steps"] for stats in history if stats["ranks"] == 2][-1]
+    assert TAU < together < 4 * TAU
+    assert [stats["bytes_dense"] for stats in history] == [
+        min(step + 1, together) * 4 * NUMEL for step in range(4 * TAU)
+    ]
 
 
 def test_a_repr_says_the_settings(quadratic):

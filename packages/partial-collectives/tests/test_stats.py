@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from communicators import Link, SimulatedWorld
+from communicators import Dies, Elastic, Link, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, PartialAllreduce
@@ -51,6 +51,18 @@ def test_numbers_only_grow_and_bytes_are_the_communicators(steps, quorum):
         for stats in history:
             assert 0 <= stats["seconds_waited"] <= stats["seconds_exchanging"] + 1e-12
             assert stats["seconds_hidden"] == pytest.approx(stats["seconds_exchanging"] - stats["seconds_waited"])
+
+
+def test_dense_bytes_are_by_the_ranks_of_each_step():
+    def body(comm):
+        return trained(Elastic(comm, start_with=2), 6, 0.1)[0]
+
+    history, dead = SimulatedWorld(2, faults=[Dies(1, at=0.25)]).run(body)
+    assert dead is None
+    assert history[-1]["ranks"] == 1
+    dense = [stats["bytes_dense"] for stats in history]
+    assert dense == sorted(dense)
+    assert dense[-1] >= 2 * 4 * NUMEL
 
 
 def test_seconds_are_waited_by_who_is_early_and_lateness_tells_for_whom():

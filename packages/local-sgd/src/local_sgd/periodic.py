@@ -115,7 +115,7 @@ class PeriodicAveraging(Wrapping):
         self.start_alike(text, model=model, broadcast=settings.get("broadcast", True))
         self._driver.begin(self, rule, self._block, buffers, settings)
         optimizer.register_step_pre_hook(partial(_departs, weakref.ref(self)))
-        self._sent_before, self._steps_before = self._sent, 0
+        self._sent_before, self._dense = self._sent, 0
         self._showing, self._unseen, self._warned = False, 0, False
         self._expected: int | None = None
         self._driver.enter()
@@ -150,10 +150,8 @@ class PeriodicAveraging(Wrapping):
             and, with `compress`, "residual_norm", the 2-norm of the residuals, which takes one pass over them. Bytes
             are those over `comm`, also by others that use it, and over the small group of two levels.
         """
-        block, size = self._block, self.comm.size
-        nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
-        dense = (block.steps - self._steps_before) * (2 * nbytes * (size - 1) // size)
-        sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": dense}
+        block = self._block
+        sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": self._dense}
         counted = {"steps": block.steps, "boundaries": block.boundaries, **sent, **self._driver.stats()}
         return Stats.of_group(self.comm, **counted)
 
@@ -195,8 +193,10 @@ class PeriodicAveraging(Wrapping):
         if not self._driver.meets:
             self.comm.catch_up()
         self._depart()
-        self._unseen = 0
-        self._driver.count(self._checked(weight))
+        self._unseen, weight, size = 0, self._checked(weight), self.comm.size
+        nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
+        self._dense += 2 * nbytes * (size - 1) // size  # by the ranks of this very step
+        self._driver.count(weight)
         self._driver.rest()
 
     def drain(self) -> None:
@@ -300,9 +300,8 @@ class PeriodicAveraging(Wrapping):
         with self.loading(state_dict):
             wrapped, own = self.parts_of_state(state_dict, ("algorithm",), anyones="drained")
             self._driver.check(own)
-            taken = self._block.steps - self._steps_before
             load_into(self.optimizer, wrapped)
-            self._steps_before, self._expected = own["block"]["steps"] - taken, own["parameters"]
+            self._expected = own["parameters"]
             self._driver.load_state_dict(own)
             self._unseen = 0
 
@@ -334,7 +333,6 @@ class PeriodicAveraging(Wrapping):
                 f"{self.what}{self._driver.agreed}; start it as those who train were started"
             )
         self._driver.join(state)
-        self._steps_before = self._block.steps
 
     @property
     def _sent(self) -> int:

@@ -140,7 +140,7 @@ class EagerSGD(Wrapping):
             self._fixed = make(self.comm)
         self.regrouped()
         self.enter()
-        self._given_steps, self._sent_before = 0, self.comm.bytes_sent
+        self._given_steps, self._dense_bytes, self._sent_before = 0, 0, self.comm.bytes_sent
 
     @property
     def _rounds(self) -> PartialAllreduce:
@@ -163,11 +163,9 @@ class EagerSGD(Wrapping):
                 training on.
             - bytes_dense: Bytes that an allreduce of as many gradients would have sent at best: 2(P − 1)/P of them.
         """
-        now, size = (self._elastic or self._rounds).stats(), self.comm.size
-        nbytes = sum(one.numel() * one.element_size() for one in self._like)
+        now = (self._elastic or self._rounds).stats()
         counted = {"rounds": self.applied, "gradients": self.gradients, "steps": self._given_steps}
-        dense = self._given_steps * (2 * nbytes * (size - 1) // size)
-        sent = {"bytes_sent": self.comm.bytes_sent - self._sent_before, "bytes_dense": dense}
+        sent = {"bytes_sent": self.comm.bytes_sent - self._sent_before, "bytes_dense": self._dense_bytes}
         return Stats.of_group(self.comm, **{**now, **counted, **sent})
 
     def step(  # type: ignore[override]
@@ -195,7 +193,9 @@ class EagerSGD(Wrapping):
         self.admit()
         self.check_exchange()
         gradients = [self._dense(name, p) for name, p in self.trained.items()]
+        size, nbytes = self.comm.size, sum(one.numel() * one.element_size() for one in self._like)
         self._given_steps += 1
+        self._dense_bytes += 2 * nbytes * (size - 1) // size
         self._tell_changes()
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
         return loss
