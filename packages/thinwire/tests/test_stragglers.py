@@ -372,6 +372,26 @@ def test_ranks_refuse_unlike_late_ranks_together(of_ranks, said):
     assert all(each.startswith(said) for each in SimulatedWorld(2).run(body))
 
 
+@pytest.mark.parametrize(
+    ("of_rank_1", "said"),
+    [
+        ({"optimizer": "adamw"}, "optimizer: sgd, and adamw"),
+        ({"density": 0.05}, "density: [0.01, 0.001], and [0.05]"),
+        ({"overlap": True}, "overlap: False, and True"),
+        ({"data": "text"}, "data: , and text"),
+        ({"model": torch.nn.Linear(2, 3)}, "model: 2 tensors, 6 elements, shapes "),
+    ],
+)
+def test_ranks_refuse_to_ask_of_unlike_trainings(of_rank_1, said):
+    def body(comm):
+        asked = {"model": torch.nn.Linear(2, 2), **(of_rank_1 if comm.rank else {})}
+        with pytest.raises(ValueError, match=r"give all ranks the same$") as error:
+            thinwire.advise(steps_per_second=1 + comm.rank, comm=comm, **asked)
+        return str(error.value)
+
+    assert all(each.startswith(f"ranks 0 and 1 differ in {said}") for each in SimulatedWorld(2).run(body))
+
+
 def test_ranks_may_tell_the_same_in_any_order():
     def body(comm):
         late = [{0.3: 0.05, 1.0: 0.1}, {1: 0.1, 0.3: 0.05}][comm.rank]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -65,7 +66,8 @@ def advise(
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
-        ValueError, TypeError: An argument makes no sense, or the model is in FSDP, or holds DDP inside.
+        ValueError, TypeError: An argument makes no sense, or ranks give unlike ones (only `steps_per_second` may be
+            each rank's own), or the model is in FSDP, or holds DDP inside.
         NoAdvice: There is but one rank, and no link.
     """
     _check_model(model)
@@ -74,17 +76,21 @@ def advise(
     if wrong := _wrong(model, steps_per_second, link, ranks) or _unfit(name, density, kind):
         raise ValueError(wrong)
     assumed = LINKS[link] if isinstance(link, str) else link
-    told, times = _late_of_all(stragglers, comm := join(assumed, comm))
+    overlap, device = _in_ddp(model) is not None if overlap is None else overlap, str(trained[0].device)
+    shapes = [p.shape for p in trained]
+    alike = {"optimizer": name, "density": str(densities), "overlap": str(overlap), "data": kind}
+    alike["model"] = _size(shapes)
+    told, times = _late_of_all(stragglers, alike, comm := join(assumed, comm))
     situation = find_out(
-        Trained.of([p.shape for p in trained], 1 / steps_per_second)._replace(times=times),
+        Trained.of(shapes, 1 / steps_per_second)._replace(times=times),
         comm,
         lambda _: None,
-        device=device_of(str(trained[0].device), comm),
+        device=device_of(device, comm),
         ranks=ranks or comm.size,
         densities=densities,
         link=assumed,
         link_name=link if isinstance(link, str) else "given",
-        overlap=_in_ddp(model) is not None if overlap is None else overlap,
+        overlap=overlap,
         stragglers=told,
         optimizer=name,
         chosen=density is not None,
@@ -232,9 +238,14 @@ def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int |
 Late = Mapping[float, float] | Sequence[float] | None
 
 
-def _late_of_all(stragglers: Late, comm: Communicator) -> tuple[Stragglers | None, tuple[float, ...]]:
-    """Late ranks as all were told, or seconds of this rank's steps. Collective; raises ValueError on all ranks."""
-    own = {"wrong": "", "is": "None"}
+def _late_of_all(
+    stragglers: Late, alike: Mapping[str, str], comm: Communicator
+) -> tuple[Stragglers | None, tuple[float, ...]]:
+    """Late ranks as all were told, or seconds of this rank's steps. Collective; raises ValueError on all ranks.
+
+    alike: what else all must be told.
+    """
+    own = {**alike, "wrong": "", "stragglers": "None"}
     told: Stragglers | None = None
     times: tuple[float, ...] = ()
     try:
@@ -242,19 +253,26 @@ def _late_of_all(stragglers: Late, comm: Communicator) -> tuple[Stragglers | Non
     except ValueError as error:
         own["wrong"] = str(error)
     if told is not None:
-        own["is"] = str({float(late): float(share) for late, share in sorted(told.by_rank[0].items()) if late})
+        own["stragglers"] = str({float(late): float(share) for late, share in sorted(told.by_rank[0].items()) if late})
     elif times:
-        own["is"] = "seconds of steps"
+        own["stragglers"] = "seconds of steps"
     message = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     found = [json.loads(bytes(each.tolist())) for each in allgather(message.to(comm.device), comm)]
     for rank, each in enumerate(found):
         if each["wrong"]:
             raise ValueError(f"rank {rank}: {each['wrong']}" if comm.size > 1 else each["wrong"])
     for rank, each in enumerate(found):
-        if each != found[0]:
-            differ = f"ranks 0 and {rank} differ in stragglers: {found[0]['is']}, and {each['is']}"
-            raise ValueError(f"{differ}; give all ranks the same mapping, or each a list of its own steps' seconds")
+        if what := next((name for name in own if each[name] != found[0][name]), None):
+            same = "the same mapping, or each a list of its own steps' seconds" if what == "stragglers" else "the same"
+            differ = f"ranks 0 and {rank} differ in {what}: {found[0][what]}, and {each[what]}"
+            raise ValueError(f"{differ}; give all ranks {same}")
     return told, times
+
+
+def _size(shapes: Sequence[torch.Size]) -> str:
+    """Tensors and elements that are trained, with a checksum of their shapes."""
+    checksum = zlib.crc32(str([tuple(shape) for shape in shapes]).encode())
+    return f"{len(shapes)} tensors, {sum(shape.numel() for shape in shapes):,} elements, shapes {checksum:08x}"
 
 
 def _late(stragglers: Late) -> tuple[Stragglers | None, tuple[float, ...]]:
