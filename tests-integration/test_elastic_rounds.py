@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from communicators import CollectiveError, Dies, Elastic, Path, SimulatedWorld
+from communicators import CollectiveError, Dies, Elastic, LeftOutError, LinkLost, Path, SimulatedWorld
 from communicators.elastic import transfer
 from local_sgd import DiLoCo, StreamingDiLoCo
 from partial_collectives import EagerSGD, PartialAllreduce
@@ -343,3 +343,38 @@ def test_who_drains_meets_others_that_drain_not_those_that_are_called(late):
     for number, step in drained:
         by_number[number].add(step)
     assert all(len(steps) == 1 for steps in by_number.values()), drained
+
+
+def eager(model, comm):
+    return EagerSGD(PLAIN(model.parameters()), model.named_parameters(), comm=comm)
+
+
+def with_rounds(model, comm):
+    rounds = partial(PartialAllreduce, quorum="majority")
+    return DiLoCo(PLAIN(model.parameters()), sync_every=2, model=model, comm=comm, allreduce=rounds)
+
+
+@pytest.mark.parametrize("made", [eager, with_rounds])
+def test_a_founder_that_is_left_alone_has_a_state_before_another_rank_comes(made):
+    """The two that begin do not reach each other. Who stays makes its optimizer, and waits for others only then."""
+
+    def body(comm):
+        comm.elapse(5.0 * (comm.rank == 2))
+        model, world = torch.nn.Linear(4, 1), Elastic(comm, at_least=2, timeout=1.0)
+        try:
+            optimizer = made(model, world)
+        except LeftOutError:
+            return None
+        for samples in world.deal(torch.ones(60, 4), batch_size=6):
+            comm.elapse(0.01)
+            optimizer.zero_grad()
+            model(samples).square().mean().backward()
+            optimizer.step()
+            optimizer.synchronize() if made is eager else optimizer.average()
+        optimizer.finish()
+        return world.size, model.weight.detach()
+
+    ranks = SimulatedWorld(3, faults=[LinkLost(0, 1, at=0.0, seconds=100)]).run(body)
+    (size, weight), (other, same) = [rank for rank in ranks if rank is not None]
+    assert size == other == 2
+    assert torch.equal(weight, same)

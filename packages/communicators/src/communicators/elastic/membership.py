@@ -251,9 +251,7 @@ class Membership(Communicator):
             if self._joining:
                 self._come_again(error)
                 return
-            self._regroup(self.clock())
-            while self.size < self._at_least:
-                self._regroup(self.clock(), admits=True)
+            self._regroup(self.clock())  # fewer wait for others once they have a state to give
 
     def _refuse_unlike(self, record: Record) -> None:
         """Leaves the others, who go on, where their settings are not this rank's."""
