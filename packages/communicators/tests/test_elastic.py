@@ -334,6 +334,23 @@ def test_an_exchange_that_takes_longer_than_the_time_out_ends_with_an_error():
     assert SimulatedWorld(3, Link(0.2, 0.0)).run(body) == [True] * 3
 
 
+def test_ranks_that_do_not_connect_further_go_on_in_another_generation():
+    """As where rounds connect for their signals: not the group of all has failed, only a duplicate of it."""
+
+    def body(comm):
+        world, attempts = Elastic(comm, start_with=3, timeout=1.0), list[int]()
+
+        def exchange():
+            attempts.append(world.generation)
+            if world.generation == 1:
+                raise CollectiveError("timed out after 1 s: rank 0 waits for ranks [1] in the first call")
+            return float(allreduce(torch.ones(1), world))
+
+        return world.atomic(exchange), attempts
+
+    assert SimulatedWorld(3).run(body) == [(3.0, [1, 2])] * 3
+
+
 def test_a_rank_that_comes_late_to_where_another_has_died_is_waited_for_as_long_as_the_time_out_says():
     took = []
 

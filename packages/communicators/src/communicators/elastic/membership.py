@@ -390,10 +390,10 @@ class Membership(Communicator):
 
     def _refuse_other(self, error: CollectiveError) -> None:
         """Raises an error that is no loss of a rank; where the group has failed by it, this rank goes."""
-        if self._inner is None or self._inner.failure is None:
-            raise error
-        if not errors.is_loss(self._inner.failure):
-            self._tell_end()  # whoever comes would wait for this group
+        failure = None if self._inner is None else self._inner.failure
+        if self._inner is None or not errors.is_loss(failure or str(error)):  # the error alone: in a duplicate of it
+            if failure is not None:
+                self._tell_end()  # whoever comes would wait for this group
             raise error
 
     def _regroup(self, began: float, *, holds: bool = False, admits: bool = False) -> bool:
