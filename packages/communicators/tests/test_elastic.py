@@ -84,6 +84,22 @@ def test_patience_says_who_has_come():
     assert SimulatedWorld(2).run(body) == [True, True]
 
 
+def test_who_has_left_is_not_told_to_be_here():
+    def body(comm):
+        world = Elastic(comm, at_least=2, patience=1.0)
+        world.leaving = world.rank == 1
+        world.atomic(lambda: allreduce(torch.ones(1), world))
+        try:
+            world.boundary(dict)
+        except TimeoutError as error:
+            return str(error)
+        return ""
+
+    said, nothing = sorted(SimulatedWorld(2).run(body), reverse=True)
+    assert said.endswith("waits for more ranks: 1 are here, at_least=2")
+    assert nothing == ""
+
+
 def test_after_close_it_says_so():
     def body(comm):
         elastic = Elastic(comm)

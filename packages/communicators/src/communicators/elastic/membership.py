@@ -550,7 +550,8 @@ class Membership(Communicator):
         late = [name for name in self.members if name not in here]
         if late or not admits:
             return f"{self._board.name} waits for {late} to go on in generation {number}"
-        return f"{self._board.name} waits for more ranks: {len(here)} are here, at_least={self._at_least}"
+        left = sum(not said.out for said in here.values())
+        return f"{self._board.name} waits for more ranks: {left} are here, at_least={self._at_least}"
 
 
 def connected(unreached: Mapping[str, Iterable[str]]) -> list[str]:
