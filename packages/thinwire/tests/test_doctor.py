@@ -346,6 +346,25 @@ def test_ranks_that_do_not_meet(here, error, words):
     assert [word for word in words if word not in str(found)] == []
 
 
+@pytest.mark.parametrize(
+    ("here", "place", "words"),
+    [
+        (
+            BY_TORCH,
+            {"MASTER_PORT": "29500"},
+            "rank 0 of 2 meets none: MASTER_ADDR is not set, expected the host of rank 0",
+        ),
+        (BY_TORCH, {"MASTER_ADDR": "node1"}, "MASTER_PORT is '', expected one port of 1 to 65535 on all ranks"),
+        (BY_TORCH, {**PLACE, "MASTER_PORT": "http"}, "MASTER_PORT is 'http', expected one port of 1 to 65535"),
+        (BY_TORCH._replace(rank=3), PLACE, "RANK is 3, expected 0 to 1"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_no_matter_of_firewalls(here, place, words):
+    [found] = about_ranks(here, {"error": TOO_LONG.why}, place)
+    assert (found.level, found.remedy) == (FAULT, "start ranks by torchrun, or set it")
+    assert words in found.what
+
+
 def test_an_outcome_is_what_was_said_until_a_process_ended():
     lines = 'MPI warns\n5\n{"ranks": [1, 2]}\n{"pairs": true}\n'
     assert outcome(said(lines)) == {"ranks": [1, 2], "pairs": True}
@@ -501,8 +520,8 @@ def test_wrong_flags(flags, capsys):
 @pytest.fixture
 def rank_three(monkeypatch):
     """Sleeps of the command on rank 3 of 4, whose meeting has the outcome that is set as `.met`."""
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", **PLACE}.items():
+        monkeypatch.setenv(name, value)
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
     return slept

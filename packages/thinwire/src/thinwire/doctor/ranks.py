@@ -66,6 +66,10 @@ def apart(here: Launched, error: str, environ: Mapping[str, str]) -> Finding:
     if "PMI version" in error or "PMIx" in error:
         what = f"{here.size} ranks were started ({here.variable}) by a launcher of another MPI than mpi4py's ({error})"
         return Finding(FAULT, what, OTHER_MPI)
+    if here.by_torch and (wrong := misset(here, environ)):
+        return Finding(
+            FAULT, f"rank {here.rank} of {here.size} meets none: {wrong}", "start ranks by torchrun, or set it"
+        )
     if not here.by_torch:
         remedy = "an mpiexec of another MPI, a firewall between hosts, or another network interface than they share"
         return Finding(FAULT, what, f"likely {remedy}")
@@ -75,6 +79,16 @@ def apart(here: Launched, error: str, environ: Mapping[str, str]) -> Finding:
         return Finding(FAULT, f"at {place} answers what is not torch's rank 0", "take another MASTER_PORT, no proxy")
     remedy = f"{place} (MASTER_ADDR, MASTER_PORT) cannot be reached from this host or is another program's, a firewall"
     return Finding(FAULT, what, f"likely {remedy}, a wrong interface, or ranks that were not started")
+
+
+def misset(here: Launched, environ: Mapping[str, str]) -> str:
+    """The first of torch's variables by which ranks cannot meet, with the value expected; "" if there is none."""
+    port = environ.get("MASTER_PORT", "")
+    if not environ.get("MASTER_ADDR"):
+        return "MASTER_ADDR is not set, expected the host of rank 0"
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        return f"MASTER_PORT is {port!r}, expected one port of 1 to 65535 on all ranks"
+    return f"RANK is {here.rank}, expected 0 to {here.size - 1}" if here.rank >= here.size else ""
 
 
 def where(ranks: Sequence[Facts], *, by_torch: bool) -> Iterator[Finding]:
