@@ -66,8 +66,8 @@ def advise(
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
-        ValueError, TypeError: An argument makes no sense, or ranks give unlike ones (only `steps_per_second` may be
-            each rank's own), or the model is in FSDP, or holds DDP inside.
+        ValueError, TypeError: An argument makes no sense, or ranks differ in one, `steps_per_second` and `comm` aside,
+            or the model is in FSDP, or holds DDP inside.
         NoAdvice: There is but one rank, and no link.
     """
     _check_model(model)
