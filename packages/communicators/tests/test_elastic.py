@@ -401,6 +401,25 @@ def test_a_newcomer_that_dies_while_it_connects_costs_one_time_out():
     assert 5.0 <= max(took) < 6.0
 
 
+def test_a_newcomer_comes_again_at_once_where_another_rank_has_died_while_all_connect():
+    took = []
+
+    def body(comm):
+        comm.elapse(0.5 if comm.rank == 2 else 0.0)
+        world = Elastic(comm, start_with=2, timeout=5.0)
+        for _ in range(1000):
+            comm.elapse(0.01)
+            if comm.rank == 2:
+                assert world.joining
+                took.append(comm.clock())
+                return
+            world.atomic(lambda: allreduce(torch.ones(1), world))
+            world.boundary(dict)
+
+    SimulatedWorld(3, faults=[LinkLost(2, 1, at=0.4, seconds=60.0), Dies(1, at=1.5)]).run(body)
+    assert took == [pytest.approx(0.5 + 5.0, abs=0.5)]
+
+
 def test_a_newcomer_is_not_to_blame_for_two_others_that_do_not_reach_each_other():
     """It comes again at once, while each of those waits for half of the time-out at least."""
 

@@ -267,6 +267,9 @@ class Membership(Communicator):
         """Has a newcomer leave a generation that has failed, and wait in line anew: later, if it may be the reason."""
         here = self._say_out()
         others = [name for name, said in here.items() if said.failed and name != self._board.name]
+        then = self._board.record()
+        if then.generation > self._record.generation and not set(self._record.settled) <= set(then.members):
+            others = []  # without another one, which is reason enough
         late = self._inner is not None and (self._inner.failure or "").startswith("timed out")
         if (
             late
@@ -312,8 +315,8 @@ class Membership(Communicator):
         said = Said(record.taken, committed=(0,) * len(record.members), out=True, failed=self._inner is None)
         board.say(record.generation + 1, said)
         while len(here := board.said(record.generation + 1, record.members)) < len(record.members):
-            if self._inner is not None or self.clock() > until:
-                break
+            if self._inner is not None or self.clock() > until or board.record().generation > record.generation:
+                break  # there is no next generation without all who go on
             board.pause(POLL_SECONDS)
         return here
 
