@@ -16,6 +16,7 @@ from sparse_compress import (
     ErrorFeedback,
     GaussianK,
     RandomK,
+    Selection,
     SparseVector,
     StatefulCompressor,
     Threshold,
@@ -25,6 +26,7 @@ from sparse_compress import (
     clip_locally,
     concatenate,
     topk,
+    vectors,
 )
 from sparse_compress.native.library import using
 from sparse_compress.testing import check_compressor_laws
@@ -354,6 +356,30 @@ def test_a_prescribed_selection_does_not_hide_what_is_not_finite():
         "w", torch.tensor([torch.nan, 1.0]), select=lambda x: topk(x[1:], 0).allocate(0, 2, x.dtype, x.device)
     )
     assert feedback.suspects() == ["w"]
+
+
+class EveryThird(Selection):
+    finds_nonfinite = False
+
+    def __call__(self, accumulated):
+        indices = torch.arange(0, len(accumulated), 3)
+        return vectors.of_entries(indices.int(), accumulated[indices], len(accumulated))
+
+
+class ThirdsOfTopK(TopK):
+    def __call__(self, tensor):
+        return EveryThird()(tensor)
+
+
+def test_a_selection_of_ones_own_does_not_hide_what_is_not_finite():
+    feedback = ErrorFeedback(TopK(0.1))
+    feedback.compress("w", torch.tensor([1.0, torch.nan]), select=EveryThird())
+    assert feedback.suspects() == ["w"]
+
+
+def test_a_call_of_ones_own_selects_in_place_of_the_step_it_inherits():
+    sent = ErrorFeedback(ThirdsOfTopK(0.5)).compress("w", torch.arange(6.0))
+    assert sent.indices.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("stateful", [RandomK(), ThresholdReuse()])

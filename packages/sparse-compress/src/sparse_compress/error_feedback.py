@@ -1,6 +1,7 @@
 """Error feedback: the residual, which is not sent now, is added to what is sent later."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -100,9 +101,9 @@ class ErrorFeedback:
         after = self._begin(name) if self.tentative and name not in self._undo else before
         if gradient.requires_grad or gradient.is_neg():
             gradient = gradient.detach().resolve_neg()
-        step = getattr(select or self.compressor, "step", None)
-        if step is not None and not withhold:
-            sent: SparseVector = step(before, gradient, self.momentum, after)
+        chooser: Any = select or self.compressor
+        if not withhold and getattr(chooser, "finds_nonfinite", False) and _fuses(chooser.__class__):
+            sent: SparseVector = chooser.step(before, gradient, self.momentum, after)
             finite = all_finite(sent)
         else:
             held = before.copies(withhold)
@@ -290,6 +291,13 @@ class ErrorFeedback:
     def _refuse_open_step(self, what: str) -> None:
         if self._undo:
             raise RuntimeError(f"{what} in mid-step: commit() or rollback() the tentative step first")
+
+
+@cache
+def _fuses(kind: type) -> bool:
+    """Whether a selection has a `step` of its own call: a class that redefines the call alone has none."""
+    own: set[str] = next(filter(None, (set(vars(one)) & {"__call__", "plan", "step"} for one in kind.__mro__)), set())
+    return getattr(kind, "step", None) is not None and own != {"__call__"}
 
 
 def _misfit(what: str, like: Tensor) -> ValueError:
