@@ -8,7 +8,7 @@ import torch
 from devices import every_other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_compress import ErrorFeedback, SparseVector, TopK, topk
+from sparse_compress import ErrorFeedback, SparseVector, TopK, topk, vectors
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("both_ways")]
 
@@ -135,6 +135,22 @@ def test_select_takes_the_compressors_place():
 def test_selection_of_something_else(wrong):
     with pytest.raises(ValueError, match=r"selection for 'w' .* expected numel=6, dtype=torch.float32"):
         ErrorFeedback(TopK(0.5)).compress("w", torch.ones(6), select=lambda accumulated: wrong)
+
+
+@pytest.mark.parametrize("indices", [[2, 1], [1, 1], [-1, 2], [0, 6]])
+def test_selection_of_indices_that_are_none(indices):
+    wrong = vectors.of_entries(torch.tensor(indices, dtype=torch.int32), torch.ones(2), 6)
+    with pytest.raises(ValueError, match="gave what is no vector for 'w': indices"):
+        ErrorFeedback(TopK(0.5)).compress("w", torch.ones(6), select=lambda accumulated: wrong)
+
+
+def test_a_compressor_that_sends_nothing_since_its_density_fell():
+    rounding_down = type("Down", (TopK,), {"entries": lambda self, numel: int(self.density * numel)})(0.5)
+    feedback = ErrorFeedback(rounding_down)
+    feedback.compress("w", torch.ones(6))
+    rounding_down.density = 0.1
+    with pytest.raises(ValueError, match=r"entries\(6\) is 0, expected k, 1 or more"):
+        feedback.compress("w", torch.ones(6))
 
 
 @settings(max_examples=5 * settings.default.max_examples)

@@ -12,7 +12,7 @@ from sparse_compress.arguments import WIRE_DTYPES, check_compressor, check_dense
 from sparse_compress.compressors.compressor import Compressor, StatefulCompressor
 from sparse_compress.native.library import kernels
 from sparse_compress.selection import all_finite
-from sparse_compress.vector import SparseVector
+from sparse_compress.vector import SparseVector, check_entries
 
 KIND = attrgetter("shape", "dtype", "device", "layout")
 
@@ -91,12 +91,15 @@ class ErrorFeedback:
 
         Raises:
             TypeError: The gradient is not dense and floating, or the selection no vector.
-            ValueError: Its shape, device or accumulation dtype differ from earlier ones of that name, or the selection
-                does not fit, or has changed what it was given. Whatever the selection raises, the gradient is in the
+            ValueError: Its shape, device or accumulation dtype differ from earlier ones of that name, the compressor's
+                ``entries`` is 0, or the selection does not fit, or has changed what it was given. Whatever the selection raises, the gradient is in the
                 residual by then (tentative: until ``rollback``).
         """
         if not isinstance(gradient, Tensor) or self._checked.get(name) != KIND(gradient):
             self._check(name, gradient)
+        numel = gradient.numel()
+        if type(k := self.compressor.entries(numel)) is not int or k < min(numel, 1):  # of a density set since, too
+            integer(k, f"{self.compressor}.entries({numel})", least=min(numel, 1), expected="k")
         before = self._known[name]
         after = self._begin(name) if self.tentative and name not in self._undo else before
         if gradient.requires_grad or gradient.is_neg():
@@ -128,10 +131,6 @@ class ErrorFeedback:
                 f"residual is {tuple(residual.shape)}, {residual.dtype} on {residual.device}: use another name "
                 "for another tensor, and load states to the device of the gradients"
             )
-        numel = gradient.numel()
-        integer(
-            self.compressor.entries(numel), f"{self.compressor}.entries({numel})", least=min(numel, 1), expected="k"
-        )
         self._checked[name] = KIND(gradient)
 
     def _begin(self, name: str) -> Accumulator:
@@ -157,6 +156,11 @@ class ErrorFeedback:
             raise TypeError(f"{chooser} returned {type(sent).__name__} for {name!r}, expected a SparseVector")
         if (sent.numel, sent.dtype, sent.device) != (len(accumulated), accumulated.dtype, accumulated.device):
             raise _misfit(f"the selection for {name!r} is {sent},", accumulated)
+        if sent.is_cpu:  # from a GPU they would be read back
+            try:
+                check_entries(sent, 0, sent.numel)
+            except ValueError as error:
+                raise ValueError(f"{chooser} gave what is no vector for {name!r}: {error}") from None
         return sent, all_finite(sent if getattr(chooser, "finds_nonfinite", False) else accumulated)
 
     def is_suspect(self, name: str) -> bool:
