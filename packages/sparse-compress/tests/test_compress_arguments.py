@@ -9,6 +9,7 @@ from sparse_compress import (
     DGCTopK,
     ErrorFeedback,
     GaussianK,
+    LargestOfBlocks,
     RandomK,
     SparseVector,
     Threshold,
@@ -17,7 +18,9 @@ from sparse_compress import (
     WarmUp,
     WireCodec,
     clip_locally,
+    cut_to_budgets,
     merge,
+    merge_to_budgets,
     pad,
     share,
     topk,
@@ -108,6 +111,31 @@ WRONG = {
     "codec of lists": (lambda: WireCodec(["bf16"], ["raw"]), ValueError, "values="),
     "dense codec of lists": (lambda: DenseCodec(["bf16"]), ValueError, "values="),
 }
+
+
+SOME_BLOCKS = {
+    "beyond the end": ([(0, 5), (5, 90)], [1, 1]),
+    "that overlap": ([(0, 6), (5, 9)], [1, 1]),
+    "out of order": ([(5, 9), (0, 5)], [1, 1]),
+    "smaller than a budget": ([(0, 1), (1, 9)], [2, 1]),
+    "of less than nothing": ([(0, 5), (5, 9)], [1, -1]),
+    "without a budget": ([(0, 5), (5, 9)], [1]),
+}
+BLOCKS = SOME_BLOCKS | {"short of the end": ([(0, 5)], [1]), "with a gap": ([(0, 4), (5, 9)], [1, 1])}
+TAKES = {
+    "selecting": lambda *blocks: LargestOfBlocks(*blocks)(x),
+    "a step": lambda *blocks: ErrorFeedback(TopK()).compress("w", x, select=LargestOfBlocks(*blocks)),
+    "cutting": lambda *blocks: cut_to_budgets(vector, *blocks),
+    "merging": lambda *blocks: merge_to_budgets(vector, vector, *blocks),  # also of some blocks
+}
+
+
+@pytest.mark.parametrize(
+    ("take", "blocks"), [(t, b) for t in TAKES for b in (SOME_BLOCKS if t == "merging" else BLOCKS)]
+)
+def test_wrong_blocks(take, blocks):
+    with pytest.raises(ValueError, match=r"blocks .* expected \[low, high\) in order"):
+        TAKES[take](*BLOCKS[blocks])
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype", "ignore:torch.quantize_per_tensor")

@@ -1,7 +1,7 @@
 """Checks of callers' arguments at the public edge: what was given, and what was expected."""
 
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import signature
 from math import isfinite
 from numbers import Real
@@ -19,6 +19,8 @@ WIRE_DTYPES = {
     torch.float64: torch.float64,
 }
 """Dtypes of gradients, and those in which they travel and are accumulated."""
+Bounds = Sequence[tuple[int, int]]
+"""[low, high) of every block of the index range, in order and without gaps."""
 
 
 def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> int:
@@ -86,6 +88,20 @@ def check_keys(state: Mapping[str, Any], keys: Collection[str]) -> None:
     """Raises ValueError for a saved state with other keys."""
     if set(state) != set(keys):
         raise ValueError(f"the state has the keys {sorted(map(str, state))}, expected {sorted(keys)}: it is another's")
+
+
+def check_blocks(bounds: Bounds, budgets: Sequence[int], numel: int, *, gaps: bool = False) -> None:
+    """Raises ValueError unless blocks make up ``numel`` elements, in order, each with a budget; or some of them."""
+    ends = [0, *(high for _, high in bounds)]
+    fits = len(bounds) == len(budgets) and all(
+        (end <= low if gaps else end == low) and 0 <= budget <= high - low
+        for end, (low, high), budget in zip(ends, bounds, budgets, strict=False)
+    )
+    if not fits or (ends[-1] > numel if gaps else ends[-1] != numel):
+        raise ValueError(
+            f"blocks {list(bounds)} with the budgets {list(budgets)}, expected [low, high) in order"
+            f"{'' if gaps else ' and without gaps'} of {numel} elements, and for each a budget of 0 … its length"
+        )
 
 
 def check_bytes(buffer: Any) -> None:

@@ -92,8 +92,8 @@ class ErrorFeedback:
         Raises:
             TypeError: The gradient is not dense and floating, or the selection no vector.
             ValueError: Its shape, device or accumulation dtype differ from earlier ones of that name, the compressor's
-                ``entries`` is 0, or the selection does not fit, or has changed what it was given. Whatever the selection raises, the gradient is in the
-                residual by then (tentative: until ``rollback``).
+                ``entries`` is 0, or the selection does not fit, or has changed what it was given. Whatever the
+                selection raises, the gradient is in the residual by then (tentative: until ``rollback``).
         """
         if not isinstance(gradient, Tensor) or self._checked.get(name) != KIND(gradient):
             self._check(name, gradient)

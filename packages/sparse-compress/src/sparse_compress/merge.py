@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import integer
+from sparse_compress.arguments import Bounds, check_blocks, integer
 from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys, positions
 from sparse_compress.native.library import PER_ENTRY, PIECES, SCRATCH, kernels
 from sparse_compress.vector import SparseVector
 from sparse_compress.vectors import compact, joined, of_entries, pad, where
 
 KIND = ("numel", "dtype", "device")
-Bounds = Sequence[tuple[int, int]]
-"""[low, high) of every block of the index range, in order and without gaps."""
 
 
 def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
@@ -56,12 +54,16 @@ def merge_to_budgets(
     Args:
         a: One vector.
         b: Another of the same numel, dtype and device.
-        bounds: [low, high) of every block of the index range, in order and without gaps.
-        budgets: Entries to keep of each block; where there are several, a or b has as many in each.
+        bounds: [low, high) of every block of the index range in which a or b has entries, in order.
+        budgets: Entries to keep of each block, at most its length; where there are several, a or b has as many in each.
 
     Returns:
         (kept, cut), as of `merge`.
+
+    Raises:
+        ValueError: The blocks are out of order or out of range, or a budget is not of 0 … its block's length.
     """
+    check_blocks(bounds, budgets, a.numel, gaps=True)
     most = sum(budgets)
     if most and (library := kernels(a)):
         scratch = SCRATCH.of(PIECES + PER_ENTRY * (len(a) + len(b)))
@@ -104,7 +106,11 @@ def cut_to_budgets(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int])
 
     Returns:
         (kept, cut).
+
+    Raises:
+        ValueError: The blocks do not make up the vector, or a budget is not of 0 … its block's length.
     """
+    check_blocks(bounds, budgets, sparse.numel)
     nothing = SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
     if sparse.is_cpu:
         lows = np.array([low for low, _ in bounds], np.int32)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.arguments import WIRE_DTYPES, flatten, integer
+from sparse_compress.arguments import WIRE_DTYPES, Bounds, check_blocks, flatten, integer
 from sparse_compress.magnitude import key_of_inf, largest, largest_on_device, magnitude_keys, positions
 from sparse_compress.native.library import SCRATCH, kernels
 from sparse_compress.vector import SparseVector
@@ -214,12 +214,16 @@ class LargestOfBlocks(Selection):
     Args:
         bounds: Bounds of the blocks, which make up the tensor, in order.
         budgets: Entries of each, at most the block's length.
+
+    Raises:
+        ValueError: Of a call: the blocks do not make up the tensor, or a budget does not fit its block.
     """
 
-    bounds: Sequence[tuple[int, int]]
+    bounds: Bounds
     budgets: Sequence[int]
 
     def __call__(self, accumulated: Tensor) -> SparseVector:
+        check_blocks(self.bounds, self.budgets, len(accumulated))
         chosen = []
         for (low, high), budget in zip(self.bounds, self.budgets, strict=True):
             found = topk(accumulated[low:high], budget or 1)  # inf and NaN are the largest
@@ -227,6 +231,7 @@ class LargestOfBlocks(Selection):
         return concatenate(chosen)
 
     def plan(self, numel: int) -> Plan:
+        check_blocks(self.bounds, self.budgets, numel)
         blocks = list(zip(self.bounds, self.budgets, strict=True))
         return (() if any(low < high and not budget for (low, high), budget in blocks) else blocks), ANY
 
