@@ -11,6 +11,7 @@ from sparse_compress import (
     GaussianK,
     LargestOfBlocks,
     RandomK,
+    Selection,
     SparseVector,
     Threshold,
     ThresholdReuse,
@@ -25,6 +26,7 @@ from sparse_compress import (
     share,
     topk,
 )
+from sparse_compress.selection import ANY
 
 pytestmark = pytest.mark.quick
 
@@ -118,13 +120,24 @@ SOME_BLOCKS = {
     "that overlap": ([(0, 6), (5, 9)], [1, 1]),
     "out of order": ([(5, 9), (0, 5)], [1, 1]),
     "smaller than a budget": ([(0, 1), (1, 9)], [2, 1]),
-    "of less than nothing": ([(0, 5), (5, 9)], [1, -1]),
+    "of less than nothing": ([(0, 5), (5, 9)], [3, -1]),
     "without a budget": ([(0, 5), (5, 9)], [1]),
 }
 BLOCKS = SOME_BLOCKS | {"short of the end": ([(0, 5)], [1]), "with a gap": ([(0, 4), (5, 9)], [1, 1])}
+
+
+class Planned(Selection):
+    def __init__(self, bounds, budgets):
+        self.blocks = list(zip(bounds, budgets, strict=False))
+
+    def plan(self, numel):
+        return self.blocks, ANY
+
+
 TAKES = {
     "selecting": lambda *blocks: LargestOfBlocks(*blocks)(x),
     "a step": lambda *blocks: ErrorFeedback(TopK()).compress("w", x, select=LargestOfBlocks(*blocks)),
+    "a plan": lambda *blocks: ErrorFeedback(TopK()).compress("w", x, select=Planned(*blocks)),
     "cutting": lambda *blocks: cut_to_budgets(vector, *blocks),
     "merging": lambda *blocks: merge_to_budgets(vector, vector, *blocks),  # also of some blocks
 }

@@ -156,11 +156,16 @@ class Selection:
             gradient: Dense, of any shape; left as it is.
             momentum: m of the correction, 0 without.
             out: Accumulator for the new state, without the entries that are sent; may be ``before``.
+
+        Raises:
+            ValueError: Blocks of the plan do not make up the tensor.
         """
         library, n = kernels(gradient, KINDS), gradient.numel()
         blocks, key = plan = self.plan(n)
         most = sum([k for _, k in blocks])
         fuses = 0 < most < n  # all that accumulated is no selection, and leaves the velocity
+        if fuses and [edges for edges, _ in blocks] != [(0, n)]:
+            check_blocks([edges for edges, _ in blocks], [k for _, k in blocks], n)
         if fuses and library:
             return _native_step(before, gradient, momentum, out, plan, most, library)
         if fuses and key == ANY and _triton_takes(gradient):
