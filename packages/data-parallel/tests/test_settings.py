@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from communicators import SimulatedWorld
 from data_parallel import DistributedOptimizer, ExchangeSettings, SparseHookState, UpdateOptimizer, sparse_hsdp
 from data_parallel.schemes.table import COMPRESSORS
 from data_parallel.settings import Settings
@@ -36,6 +37,17 @@ def test_a_compressor_that_would_be_ignored(make, algorithm):
         with pytest.raises(ValueError, match=r"would have no effect but its k: give TopK\(density\), or none"):
             make(algorithm=algorithm, compressor=compressor)
     make(algorithm=algorithm, compressor=TopK(0.1))
+
+
+def test_auto_chooses_for_the_density_after_the_warm_up():
+    """Before its first step that of the warm-up is set, at which dense is always the fastest."""
+
+    def choice(comm):
+        warm_up = WarmUp(0.25, steps=4, stages=(1.0,))
+        return optimizer_of(UpdateOptimizer, comm=comm, algorithm="auto", density=warm_up).choice
+
+    predictions = SimulatedWorld(2).run(choice)[0].predictions
+    assert {p.density for p in predictions if p.algorithm != "dense"} == {2 / 8}
 
 
 @either

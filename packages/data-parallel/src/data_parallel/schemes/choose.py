@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from communicators import Communicator
 from sparse_collectives import ALGORITHMS, Choice, choose, resolve
-from sparse_compress import Compressor
+from sparse_compress import TopK
 from torch import Tensor
 
 from data_parallel.lanes import Scheme
@@ -37,7 +37,7 @@ def choose_scheme(
                 'algorithm="auto" chooses what is fastest for the ranks that it measures, but those of an Elastic come '
                 'and go: name an algorithm, such as the default "gtopk"'
             )
-        choice = _chosen(parameters, comm, settings.compressor, dense=not (settings.momentum or selects), wire=wire)
+        choice = _chosen(parameters, comm, settings, dense=not (settings.momentum or selects))
         entry, wire = resolve(choice.algorithm, choice.options), choice.wire
     fits = entry.fitted if comm.elastic else entry.check
     fits(comm.size)
@@ -48,16 +48,15 @@ def choose_scheme(
     return kind(comm, entry, settings, wire=wire), choice
 
 
-def _chosen(
-    parameters: Sequence[Tensor], comm: Communicator, compressor: Compressor, *, dense: bool, wire: str
-) -> Choice:
+def _chosen(parameters: Sequence[Tensor], comm: Communicator, settings: Settings, *, dense: bool) -> Choice:
     """The choice for a model's gradients, logged on rank 0. dense: whether that may be chosen."""
     sizes = [(p.numel(), p.device) for p in parameters if p.numel()]
     if not sizes:
         raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
-    numel = sum(count for count, _ in sizes)
-    k, device = compressor.entries(numel), sizes[0][1]
-    choice = choose(comm, numel=numel, k=k, device=device, dense=dense, wire=wire)
+    numel, device, compressor = sum(count for count, _ in sizes), sizes[0][1], settings.compressor
+    if hasattr(settings.density, "density"):  # a warm-up is short, and its first step dense
+        compressor = TopK(settings.last_density)
+    choice = choose(comm, numel=numel, k=compressor.entries(numel), device=device, dense=dense, wire=settings.wire)
     if comm.rank == 0:
         unexpected = not ALGORITHMS[choice.predictions[0].algorithm].selects
         logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
