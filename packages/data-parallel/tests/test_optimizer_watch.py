@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from communicators import SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
-from sparse_compress import WarmUp
+from data_parallel.optimizer_watch import OptimizerWatch
+from data_parallel.settings import Settings
+from sparse_compress import ByParts, TopK, WarmUp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -81,6 +83,13 @@ def test_clipping_that_begins_late_is_seen(group, clips):
 def test_clipping_loses_nothing_where_all_was_sent(group):
     assert Behind(density=WarmUp(0.05, steps=30, stages=(1.0,))).steps(30, after=clip) == []
     assert Behind(density=1.0).steps(30, after=clip) == []
+
+
+def test_a_compressor_of_a_shards_parts_is_not_asked_for_the_whole():
+    watch = OptimizerWatch("sparse_hsdp", "", Settings(compressor=ByParts(TopK(0.5), [2])))
+    whole = nn.Parameter(torch.ones(4))
+    watch.note([whole], [torch.ones(2)], 1)
+    assert watch.given[whole] is not None
 
 
 @pytest.mark.slow

@@ -94,8 +94,7 @@ class OptimizerWatch:
         if step % EVERY != 1:
             self.given.clear()  # of a step that was never taken
             return
-        numel = sum(p.numel() for p in parameters)
-        compares = self._compares and self._settings.compressor.entries(numel) < numel
+        compares = self._compares and getattr(self._settings.compressor, "density", 0.0) < 1
         self.given.update(zip(parameters, _norms(gradients) if compares else [None] * len(gradients), strict=True))
 
     def look(self, optimizer: Optimizer) -> None:
