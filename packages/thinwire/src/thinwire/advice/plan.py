@@ -48,8 +48,7 @@ def advise(
 ) -> Plan:
     """Predicts training with every way to exchange, recommends one: in seconds, or minutes to measure a slow link.
 
-        plan = thinwire.advise(model, steps_per_second=4, optimizer="adamw", link="100mbit", ranks=8)
-        print(plan)
+        print(plan := thinwire.advise(model, steps_per_second=4, optimizer="adamw", link="100mbit", ranks=8))
         model, optimizer = plan.apply(model, optimizer, steps=10_000)
 
     Args:
@@ -66,8 +65,7 @@ def advise(
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
-        ValueError, TypeError: An argument makes no sense, or ranks differ in one, `steps_per_second` and `comm` aside,
-            or the model is in FSDP, or holds DDP inside.
+        ValueError, TypeError: An argument makes no sense, or differs among ranks, or the model is in FSDP.
         NoAdvice: There is but one rank, and no link.
     """
     _check_model(model)
@@ -76,26 +74,23 @@ def advise(
     if wrong := _wrong(model, steps_per_second, link, ranks) or _unfit(name, density, kind):
         raise ValueError(wrong)
     assumed = LINKS[link] if isinstance(link, str) else link
-    overlap, device = _in_ddp(model) is not None if overlap is None else overlap, str(trained[0].device)
-    shapes = [p.shape for p in trained]
-    alike = {"optimizer": name, "density": str(densities), "overlap": str(overlap), "data": kind}
-    alike["model"] = _size(shapes)
+    shapes, ddp = [p.shape for p in trained], _in_ddp(model) is not None
+    asked: dict[str, Any] = {"optimizer": name, "data": kind, "overlap": ddp if overlap is None else overlap}
+    alike = {**asked, "density": densities, "model": _size(shapes, ddp=ddp)}
     told, times = _late_of_all(stragglers, alike, comm := join(assumed, comm))
     situation = find_out(
         Trained.of(shapes, 1 / steps_per_second)._replace(times=times),
         comm,
         lambda _: None,
-        device=device_of(device, comm),
+        device=device_of(str(trained[0].device), comm),
         ranks=ranks or comm.size,
         densities=densities,
         link=assumed,
         link_name=link if isinstance(link, str) else "given",
-        overlap=overlap,
         stragglers=told,
-        optimizer=name,
         chosen=density is not None,
-        plain=_in_ddp(model) is None,
-        data=kind,
+        plain=not ddp,
+        **asked,
     )
     return Plan(situation, recommend(situation))
 
@@ -239,13 +234,13 @@ Late = Mapping[float, float] | Sequence[float] | None
 
 
 def _late_of_all(
-    stragglers: Late, alike: Mapping[str, str], comm: Communicator
+    stragglers: Late, alike: Mapping[str, Any], comm: Communicator
 ) -> tuple[Stragglers | None, tuple[float, ...]]:
     """Late ranks as all were told, or seconds of this rank's steps. Collective; raises ValueError on all ranks.
 
     alike: what else all must be told.
     """
-    own = {**alike, "wrong": "", "stragglers": "None"}
+    own = {**{name: str(value) for name, value in alike.items()}, "wrong": "", "stragglers": "None"}
     told: Stragglers | None = None
     times: tuple[float, ...] = ()
     try:
@@ -269,10 +264,11 @@ def _late_of_all(
     return told, times
 
 
-def _size(shapes: Sequence[torch.Size]) -> str:
-    """Tensors and elements that are trained, with a checksum of their shapes."""
+def _size(shapes: Sequence[torch.Size], *, ddp: bool) -> str:
+    """Tensors and elements that are trained, with a checksum of their shapes, and whether in DDP."""
     checksum = zlib.crc32(str([tuple(shape) for shape in shapes]).encode())
-    return f"{len(shapes)} tensors, {sum(shape.numel() for shape in shapes):,} elements, shapes {checksum:08x}"
+    numel = sum(shape.numel() for shape in shapes)
+    return f"{len(shapes)} tensors, {numel:,} elements, shapes {checksum:08x}{', in DDP' * ddp}"
 
 
 def _late(stragglers: Late) -> tuple[Stragglers | None, tuple[float, ...]]:
