@@ -13,7 +13,7 @@ from by_hand import RATE, SETTINGS, UPDATES
 from data_parallel import SparseHookState, UpdateOptimizer, sparse_hook
 from data_parallel.integrations.lightning import DistributedOptimizers, SparseGradients
 from items import collector
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -185,6 +185,21 @@ def optimizer_averaging(folder):
     module, averaging = Normed(), StochasticWeightAveraging(swa_lrs=0.001, swa_epoch_start=1)
     trainer(folder, DistributedOptimizers(), averaging, epochs=3).fit(module, by_hand.loader())
     by_hand.all_alike(module)
+
+
+class Stops(Callback):
+    """As Lightning's Timer does."""
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.global_step == 3 and trainer.fit_loop.batch_idx % 2 == 0
+
+
+@item("UpdateOptimizer, stopped while gradients accumulate", "ranks agree, in all parts of the module")
+def optimizer_stopped(folder):
+    module = Digits(by_hand.updating)
+    trainer(folder, Stops(), DistributedOptimizers(), accumulate_grad_batches=2).fit(module, by_hand.loader())
+    assert not module.optimizers().is_ahead
+    by_hand.all_alike(module.network)
 
 
 class ByHand(Digits):

@@ -239,6 +239,8 @@ def test_a_beta1_of_ones_own_is_not_told_of():
         ({"momentum": 0.9}, ValueError, "belongs into the wrapped optimizer"),
         ({"nonfinite": "leave"}, ValueError, "nonfinite"),
         ({"comm": 3}, TypeError, "expected an mpi4py communicator"),
+        ({"beta1": 1.0}, ValueError, "beta1 is 1.0, expected a number from 0 on and below 1, or None"),
+        ({"beta1": "0.5"}, ValueError, "beta1 is .0.5., expected"),
     ],
 )
 def test_settings_that_are_refused_leave_both_optimizers_as_they_were(settings, error, said):

@@ -6,6 +6,9 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from communicators import SimulatedWorld
+from data_parallel import UpdateOptimizer
 
 pytestmark = pytest.mark.quick
 
@@ -60,3 +63,39 @@ def test_lightning_forgets_what_an_evaluation_has_read(callbacks):
     callback.setup(trained, None, "fit")
     callback.on_fit_start(trained, None)
     assert callback.state is None
+
+
+@pytest.mark.parametrize("at", ["on_after_backward", "on_train_batch_end", "on_exception", "on_substep_end"])
+def test_a_callback_between_two_backwards_sees_the_parameters_of_all_ranks(callbacks, at):
+    """In mid-accumulation, where step() is not there to restore them."""
+    lightning, transformers = callbacks("lightning"), callbacks("transformers")
+
+    def parameters(comm):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = UpdateOptimizer.for_model(torch.optim.SGD(model.parameters(), 0.1), model, density=0.1, comm=comm)
+        trainer = transformers.Trainer()
+        trainer.optimizer, trainer.optimizers = optimizer, [optimizer]
+        for step in range(2):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(comm.size * step + comm.rank))
+            model(inputs).square().sum().backward()
+            if not step:
+                optimizer.step()
+        assert optimizer.is_ahead
+        if at == "on_substep_end":
+            transformers.DistributedOptimizers(trainer).on_substep_end()
+        else:
+            getattr(lightning.DistributedOptimizers(), at)(trainer, SimpleNamespace(automatic_optimization=True))
+        assert not optimizer.is_ahead
+        return model.weight.tolist()
+
+    first, other = SimulatedWorld(2).run(parameters)
+    assert first == other
+
+
+def test_lightning_leaves_several_backwards_of_one_forward_alone(callbacks):
+    trained = SimpleNamespace(optimizers=None)
+    callbacks("lightning").DistributedOptimizers().on_after_backward(
+        trained, SimpleNamespace(automatic_optimization=False)
+    )

@@ -4,6 +4,7 @@ import json
 import random
 from itertools import chain, product
 
+import numpy as np
 import pytest
 import thinwire
 import torch
@@ -392,10 +393,12 @@ def test_ranks_refuse_to_ask_of_unlike_trainings(of_rank_1, said):
     assert all(each.startswith(f"ranks 0 and 1 differ in {said}") for each in SimulatedWorld(2).run(body))
 
 
-def test_ranks_may_tell_the_same_in_any_order():
+def test_ranks_may_tell_the_same_in_any_order_and_type():
     def body(comm):
         late = [{0.3: 0.05, 1.0: 0.1}, {1: 0.1, 0.3: 0.05}][comm.rank]
-        return thinwire.advise(torch.nn.Linear(2, 2), steps_per_second=1, stragglers=late, comm=comm).situation
+        same = {"overlap": (True, 1)[comm.rank], "density": ([0.01], [np.float64(0.01)])[comm.rank]}
+        model = torch.nn.Linear(2, 2)
+        return thinwire.advise(model, steps_per_second=1, stragglers=late, comm=comm, **same).situation
 
     one, other = SimulatedWorld(2).run(body)
     assert one.stragglers == other.stragglers == Stragglers.told({0.3: 0.05, 1.0: 0.1})

@@ -160,10 +160,13 @@ class UpdateOptimizer(ExchangingOptimizer):
 
         Raises:
             TypeError: The model is no module.
+            ValueError: beta1 is not in [0, 1).
         """
         if not isinstance(model, nn.Module):
             kind = type(model).__name__
             raise TypeError(f"model is {kind}, expected the torch.nn.Module itself, whose forward is followed")
+        if beta1 is not None and not (isinstance(beta1, (int, float)) and 0 <= beta1 < 1):
+            raise ValueError(f"beta1 is {beta1!r}, expected a number from 0 on and below 1, or None")
         exchange = {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__}
         tiny = TINY if Settings.of(cls, exchange).may_select else 0
         FollowedModule.left(model)
@@ -195,6 +198,11 @@ class UpdateOptimizer(ExchangingOptimizer):
                 other.close()
             self._followed = FollowedModule(model, self._lookahead)
 
+    def leave_ahead(self) -> None:
+        """Ends what the forward of a followed model has entered, as `step` does: between two backwards of one step."""
+        if self._followed is not None:
+            self._followed.leave()
+
     def ahead(self) -> AbstractContextManager[None]:
         """Context in which parameters are this rank's own: those that all ranks have in common + its residuals.
 
@@ -204,8 +212,8 @@ class UpdateOptimizer(ExchangingOptimizer):
 
         Residuals are scaled by 1/P with Adam and its like, and by 1 with SGD (`ErrorLookahead`). So gradients reckon
         with updates that wait. Forward and all of backward belong inside, evaluation does not: outside, parameters are
-        the same on all ranks, bit for bit. `step(closure)` does this itself. Amid the forward of a model that is
-        followed it is there already, and does nothing.
+        the same on all ranks, bit for bit. `step(closure)` does this itself. From the forward of a model that is
+        followed until `step` or `leave_ahead` it is there already, and neither begins nor ends anything.
 
         Raises:
             RuntimeError: Inside another `ahead()`. At the end: a parameter was written to inside, which is undone.
@@ -298,8 +306,7 @@ class UpdateOptimizer(ExchangingOptimizer):
                 return
 
     def _refuse_mid_step(self, what: str) -> None:
-        if self._followed is not None:
-            self._followed.leave()
+        self.leave_ahead()
         if self._lookahead.now:
             raise RuntimeError(f"{what} inside ahead(), where parameters are not those of all ranks: leave it first")
 

@@ -116,6 +116,7 @@ class PeriodicAveraging(Wrapping):
         self._driver.begin(self, rule, self._block, buffers, settings)
         optimizer.register_step_pre_hook(partial(_departs, weakref.ref(self)))
         self._sent_before, self._dense = self._sent, 0
+        self._nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
         self._showing, self._unseen, self._warned = False, 0, False
         self._expected: int | None = None
         self._driver.enter()
@@ -194,8 +195,7 @@ class PeriodicAveraging(Wrapping):
             self.comm.catch_up()
         self._depart()
         self._unseen, weight, size = 0, self._checked(weight), self.comm.size
-        nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
-        self._dense += 2 * nbytes * (size - 1) // size  # by the ranks of this very step
+        self._dense += 2 * self._nbytes * (size - 1) // size  # by the ranks of this very step
         self._driver.count(weight)
         self._driver.rest()
 

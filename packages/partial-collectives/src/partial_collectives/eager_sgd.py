@@ -141,6 +141,7 @@ class EagerSGD(Wrapping):
         self.regrouped()
         self.enter()
         self._given_steps, self._dense_bytes, self._sent_before = 0, 0, self.comm.bytes_sent
+        self._nbytes = sum(one.numel() * one.element_size() for one in self._like)
 
     @property
     def _rounds(self) -> PartialAllreduce:
@@ -193,9 +194,8 @@ class EagerSGD(Wrapping):
         self.admit()
         self.check_exchange()
         gradients = [self._dense(name, p) for name, p in self.trained.items()]
-        size, nbytes = self.comm.size, sum(one.numel() * one.element_size() for one in self._like)
         self._given_steps += 1
-        self._dense_bytes += 2 * nbytes * (size - 1) // size
+        self._dense_bytes += 2 * self._nbytes * (self.comm.size - 1) // self.comm.size
         self._tell_changes()
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
         return loss

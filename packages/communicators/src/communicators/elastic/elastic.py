@@ -102,6 +102,7 @@ class Elastic(Membership):
         self._group  # noqa: B018 - enters
         self._inside, began = True, self.clock()
         members, failures = self.members, 0
+        last: CollectiveError | None = None
         try:
             while True:
                 held: list[T] = []
@@ -112,6 +113,7 @@ class Elastic(Membership):
                         return held[0]
                 except CollectiveError as error:
                     self._refuse_other(error)
+                    last = error
                 if self._joining:  # without a state, which was under way in this generation
                     undo()
                     self.join_anew()
@@ -128,9 +130,10 @@ class Elastic(Membership):
                 if failures == MOST_FAILURES:
                     self._tell_end()
                     raise CollectiveError(
-                        f"{MOST_FAILURES} attempts at one exchange have failed though all {self.size} ranks are there: "
-                        f"where it takes longer than timeout={self.timeout:g} s, give more on all ranks"
-                    )
+                        f"{MOST_FAILURES} attempts at one exchange have failed though all {self.size} ranks are there"
+                        f"{f', at last because {last}' if last else ''}; where it takes longer than "
+                        f"timeout={self.timeout:g} s, give more on all ranks"
+                    ) from last
                 began = self.clock()
         finally:
             self._inside = False

@@ -63,7 +63,9 @@ def update_optimizer(accelerator: Accelerator, optimizer: Optimizer, model: nn.M
 
     settings: of `UpdateOptimizer.for_model`; steps are the optimizer's, not those of gradients that accumulate.
     """
-    return _prepared(accelerator, UpdateOptimizer.for_model, optimizer, model, settings)
+    prepared = _prepared(accelerator, UpdateOptimizer.for_model, optimizer, model, settings)
+    prepared.ahead = prepared.optimizer.ahead
+    return prepared
 
 
 def _prepared(

@@ -77,6 +77,13 @@ def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> li
     return found
 
 
+def leave(optimizers: Iterable[Any]) -> None:
+    """Ends `ahead` where the forward of a followed module has entered it."""
+    for optimizer in map(inner_of, optimizers):
+        if isinstance(optimizer, UpdateOptimizer):
+            optimizer.leave_ahead()
+
+
 def inner_of(optimizer: Any) -> Any:
     """Unwraps an optimizer that a framework has wrapped."""
     return optimizer if isinstance(optimizer, ExchangingOptimizer) else getattr(optimizer, "optimizer", optimizer)

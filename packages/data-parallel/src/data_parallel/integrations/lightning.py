@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_parallel.ddp.hook import SparseHookState
-from data_parallel.integrations.attaching import hooked, left_to_optimizers
+from data_parallel.integrations.attaching import hooked, leave, left_to_optimizers
 from data_parallel.optimizer import ExchangingOptimizer
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
     gradient_clip_val holds each rank's own gradient, before the exchange; with precision="16-mixed", where Lightning
     refuses it, give the optimizer clip_norm. Checkpoints: as with `SparseGradients`. A single `UpdateOptimizer` follows
     the module's forward, in manual optimization too; of several, make each by `for_model` over the part that it trains.
+    After each batch, also of those that accumulate, parameters are those of all ranks.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -77,6 +78,19 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
             logger.info(ALONE)
             return
         left_to_optimizers(trainer.model, trainer.optimizers, how=HOW)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Another callback may read parameters, or write them; by hand one forward may have several backwards."""
+        if pl_module.automatic_optimization:
+            leave(trainer.optimizers)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Of optimization by hand, or a forward without backward, parameters are those of all ranks too."""
+        leave(trainer.optimizers)
+
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        """Forward or backward has failed, or was interrupted."""
+        leave(trainer.optimizers)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Puts the states of all ranks where Lightning has put this rank's."""

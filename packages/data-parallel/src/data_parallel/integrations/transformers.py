@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from data_parallel.ddp.hook import SparseHookState
-from data_parallel.integrations.attaching import hooked, inner_of, left_to_optimizers
+from data_parallel.integrations.attaching import hooked, inner_of, leave, left_to_optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,10 @@ class DistributedOptimizers(_Exchanging):
     def _begin(self, args: TrainingArguments, state: TrainerState) -> None:
         del args, state
         left_to_optimizers(self._trainer.model_wrapped, [self._trainer.optimizer], how=HOW)
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """Gradients accumulate; another callback may read parameters, or write them."""
+        leave([self._trainer.optimizer])
 
     def _save(self, folder: Path, *, first: bool) -> None:
         state = inner_of(self._trainer.optimizer).gathered_state_dict()

@@ -65,7 +65,7 @@ def advise(
         comm: Without `link`, the ranks: see `communicators.as_communicator`.
 
     Raises:
-        ValueError, TypeError: An argument makes no sense, or differs among ranks, or the model is in FSDP.
+        ValueError, TypeError: An argument makes no sense, or the model is in FSDP, or ranks differ in it.
         NoAdvice: There is but one rank, and no link.
     """
     _check_model(model)
@@ -75,7 +75,7 @@ def advise(
         raise ValueError(wrong)
     assumed = LINKS[link] if isinstance(link, str) else link
     shapes, ddp = [p.shape for p in trained], _in_ddp(model) is not None
-    asked: dict[str, Any] = {"optimizer": name, "data": kind, "overlap": ddp if overlap is None else overlap}
+    asked: dict[str, Any] = {"optimizer": name, "data": kind, "overlap": ddp if overlap is None else bool(overlap)}
     alike = {**asked, "density": densities, "model": _size(shapes, ddp=ddp)}
     told, times = _late_of_all(stragglers, alike, comm := join(assumed, comm))
     situation = find_out(
@@ -206,7 +206,7 @@ def _densities(density: float | Iterable[float] | None) -> list[float]:
             raise ValueError(f"density is {each}, expected above 0 and below 1, at which nothing is selected")
     if not given:
         raise ValueError(f"density is {density!r}, expected a number, or several: leave it out for the usual ones")
-    return sorted(set(given), reverse=True)
+    return sorted({float(each) for each in given}, reverse=True)
 
 
 def _is_number(value: object) -> bool:
