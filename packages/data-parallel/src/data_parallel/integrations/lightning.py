@@ -80,12 +80,12 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
         left_to_optimizers(trainer.model, trainer.optimizers, how=HOW)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Another callback may read parameters, or write them; by hand one forward may have several backwards."""
+        """Leaves, for other callbacks read and write parameters; in manual optimization another backward may come."""
         if pl_module.automatic_optimization:
             leave(trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Of optimization by hand, or a forward without backward, parameters are those of all ranks too."""
+        """Leaves in manual optimization too, and after a forward without a backward."""
         leave(trainer.optimizers)
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
