@@ -155,6 +155,7 @@ class FollowedModule:
 
     Attributes:
         ddp: DDP module amid whose forward the last one in training was, if it exchanges gradients without a hook.
+        close: Follows the module no more.
     """
 
     def __init__(self, module: nn.Module, lookahead: ErrorLookahead) -> None:
@@ -167,7 +168,7 @@ class FollowedModule:
             hooked.register_state_dict_pre_hook(before_state),
             hooked.register_load_state_dict_pre_hook(before_state),
         ]
-        self._close = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        self.close = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     @staticmethod
     def left(module: nn.Module) -> list["FollowedModule"]:
@@ -177,10 +178,6 @@ class FollowedModule:
         for follower in found:
             follower.leave()
         return found
-
-    def close(self) -> None:
-        """Follows the module no more."""
-        self._close()
 
     @property
     def inside(self) -> bool:

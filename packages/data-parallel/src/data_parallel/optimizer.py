@@ -20,7 +20,7 @@ from data_parallel.settings import ExchangeSettings, Settings, check_count, fixe
 from data_parallel.state_dict import RESHARD, check_groups
 from data_parallel.uneven import Shadow, group_for_join
 
-INSTEAD = "Wrap it in an UpdateOptimizer, and make gradients inside `with optimizer.ahead():`"
+INSTEAD = "Wrap it in an UpdateOptimizer, by UpdateOptimizer.for_model(optimizer, model)"
 CHANGED = (
     "the gradient of {name!r} was changed after backward had sent it (overlap=True), which the mean does not know of: "
     "change p.grad only after synchronize(), or clip by clip_norm="
