@@ -453,15 +453,15 @@ def test_a_record_gives_way_only_to_who_knows_the_newest():
 
 def test_boards_find_out_whom_they_do_not_reach(monkeypatch):
     monkeypatch.setattr(store, "PROBE_SECONDS", 4.0)
-    kept, names = dist.HashStore(), ["a", "b", "c"]
+    kept, names = dist.HashStore(), "abcdefghijklm"
 
     def unreached(name):
         own = StoreBoard(lambda: kept, "here")
         own.name = name
         return own.unreached(2, [other for other in names if other != name])
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(unreached, names[:2])) == [("c",)] * 2
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(unreached, names[:12])) == [("m",)] * 12
 
 
 def test_a_store_that_is_not_there_yet_is_waited_for():
