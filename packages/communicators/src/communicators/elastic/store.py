@@ -172,7 +172,7 @@ class StoreBoard(Board):
         def meet(other: str) -> None:
             pair, wait = sorted((self.name, other)), timedelta(seconds=PROBE_SECONDS)
             keys = PrefixStore(f"{self._prefix}/{generation}/{pair}", self._open())
-            group = ProcessGroupGloo(keys, pair.index(self.name), 2, wait)
+            group: Any = ProcessGroupGloo(keys, pair.index(self.name), 2, wait)
             group.barrier().wait()  # one that closes sooner breaks off the other's connecting
 
         def reaches(other: str) -> bool:
