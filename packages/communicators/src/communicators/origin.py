@@ -18,14 +18,6 @@ _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "WORLD_SIZE": "torchrun",
 }
-_NO_WORLD = (
-    "`from mpi4py import MPI` (mpiexec, srun) or `torch.distributed.init_process_group(...)` (torchrun) "
-    "before as_communicator(None), or pass a communicator"
-)
-_OTHER_MPI = (
-    "mpi4py's COMM_WORLD has one. mpi4py uses another MPI than the launcher, or srun gives it none: take both from one "
-    "source, name a plugin of `srun --mpi=list`, or start the script with torchrun"
-)
 
 
 def as_communicator(
