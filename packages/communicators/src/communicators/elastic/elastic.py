@@ -6,7 +6,6 @@ survivor has come through the commit, all of them hold the result, and keep it; 
 is done again among those left (Skeen's three-phase commit, SIGMOD 1981, with the board in place of a coordinator).
 """
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -51,31 +50,10 @@ class Elastic(Membership):
     """
 
     elastic = True
-
-    def __init__(
-        self,
-        meeting: Any = None,
-        *,
-        at_least: int = 1,
-        start_with: int | None = None,
-        timeout: float = 60.0,
-        patience: float = math.inf,
-        connections: int = 1,
-        name: str = "thinwire",
-    ) -> None:
-        super().__init__(
-            meeting,
-            at_least=at_least,
-            start_with=start_with,
-            timeout=timeout,
-            patience=patience,
-            connections=connections,
-            name=name,
-        )
-        self._gifts: list[Work[Any]] = []
-        self._owner: weakref.ref[Any] | None = None
-        self._inside = False
-        self._carried: list[Any] = []
+    _inside = False
+    _owner: weakref.ref[Any] | None = None
+    _gifts: tuple[Work[Any], ...] = ()
+    _carried: tuple[Any, ...] = ()
 
     def atomic(
         self,
@@ -99,7 +77,7 @@ class Elastic(Membership):
         """
         if self._inside:
             return exchange()
-        self._group  # noqa: B018 - enters
+        self.group  # noqa: B018 - enters
         self._inside, began = True, self.clock()
         members, failures = self.members, 0
         last: CollectiveError | None = None
@@ -182,7 +160,7 @@ class Elastic(Membership):
             run(barrier(self.rank, self.size), self, facts="ranks part")
 
     def catch_up(self) -> None:
-        group = self._group
+        group = self.group
         if not self._inside and group.failure is not None and errors.is_loss(group.failure):
             self._regroup(self.clock())
 
@@ -286,7 +264,7 @@ class Elastic(Membership):
         """
         if not self._unserved:
             return
-        self._gifts = [gift for gift in self._gifts if not gift.is_completed()]
+        self._gifts = tuple(gift for gift in self._gifts if not gift.is_completed())
         unserved, self._unserved = self._unserved, ()
         for name in unserved:
             if self._donor_of(name) == self.rank:
@@ -299,7 +277,8 @@ class Elastic(Membership):
                 )
                 pair = [self.rank, self.members.index(name)]
                 with suppress(CollectiveError):  # it has died already
-                    self._gifts.append(self._group.aside(transfer.give(state), pair, facts=f"state for {name}"))
+                    gift = self.group.aside(transfer.give(state), pair, facts=f"state for {name}")
+                    self._gifts = *self._gifts, gift
 
     def carry(self, *objects: Any) -> None:
         """Has newcomers get the state of schedulers, scalers and the like; every rank calls it alike, before it trains.

@@ -61,14 +61,14 @@ class Membership(Communicator):
 
     def __init__(
         self,
-        meeting: Any,
+        meeting: Any = None,
         *,
-        at_least: int,
-        start_with: int | None,
-        timeout: float,
-        patience: float,
-        connections: int,
-        name: str,
+        at_least: int = 1,
+        start_with: int | None = None,
+        timeout: float = 60.0,
+        patience: float = math.inf,
+        connections: int = 1,
+        name: str = "thinwire",
     ) -> None:
         if isinstance(at_least, bool) or not isinstance(at_least, int) or at_least < 1:
             raise ValueError(f"at_least is {at_least!r}, expected the fewest ranks that train, 1 or more")
@@ -101,7 +101,7 @@ class Membership(Communicator):
     @property
     def joining(self) -> bool:  # type: ignore[override]
         """Whether this rank has come to a running training, whose state is here, and was not taken over yet."""
-        self._group  # noqa: B018 - enters
+        self.group  # noqa: B018 - enters
         while self._joining and not self._has_state():
             self._join_anew()
         return self._joining
@@ -109,7 +109,7 @@ class Membership(Communicator):
     @property
     def newcomer(self) -> bool:  # type: ignore[override]
         """Whether it has come to a running training whose state is here, or still under way."""
-        self._group  # noqa: B018 - enters
+        self.group  # noqa: B018 - enters
         return self._joining
 
     @property
@@ -140,7 +140,7 @@ class Membership(Communicator):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Device of the payloads of the current group."""
-        return self._group.device
+        return self.group.device
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -158,7 +158,8 @@ class Membership(Communicator):
         return self._inner.awaited if self._inner else {}
 
     @property
-    def _group(self) -> Communicator:
+    def group(self) -> Communicator:
+        """Fixed communicator of the current ranks, which goes no further than their generation."""
         if self._over:
             raise CollectiveError(
                 "this rank has left, as leave() asks: where leaving is True, call neither finish() nor another exchange"
@@ -173,29 +174,24 @@ class Membership(Communicator):
     @property
     def _last(self) -> Communicator:
         """Communicator of the current ranks; where this one has gone, of its last ones, which it may still name."""
-        return self._inner if self._over and self._inner is not None else self._group
-
-    @property
-    def group(self) -> Communicator:
-        """Fixed communicator of the current ranks, which goes no further than their generation."""
-        return self._group
+        return self._inner if self._over and self._inner is not None else self.group
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        return self._group.run(schedule, facts=facts, timeout=timeout, device=device)
+        return self.group.run(schedule, facts=facts, timeout=timeout, device=device)
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
-        return self._group.start(schedule, facts=facts, timeout=timeout, device=device)
+        return self.group.start(schedule, facts=facts, timeout=timeout, device=device)
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
-        return self._group.native_allreduce(tensor, facts=facts)
+        return self.group.native_allreduce(tensor, facts=facts)
 
     def clock(self) -> float:
         return self._board.clock()
 
     def elapse(self, seconds: float) -> None:
-        self._group.elapse(seconds)
+        self.group.elapse(seconds)
 
     def duplicate(self) -> Communicator:
         raise NotImplementedError("ranks of an Elastic change, those of a duplicate would not: use the Elastic itself")
@@ -297,7 +293,7 @@ class Membership(Communicator):
         self._no_state = None
         self._note_failure(self._record, error)
         self._come_again(error)
-        self._group  # noqa: B018 - enters
+        self.group  # noqa: B018 - enters
 
     def _has_state(self) -> bool:
         """Waits for a newcomer's state; False: it does not come."""
@@ -331,7 +327,7 @@ class Membership(Communicator):
         donor, name, taking = self._donor_of(self._board.name), self._board.name, self._taking
         assert taking is not None
         while not taking.is_completed():
-            if self._group.failure is not None or donor in self._group.ended:
+            if self.group.failure is not None or donor in self.group.ended:
                 raise CollectiveError(f"rank {donor}, which was to give its state to {name}, is gone")
             self._board.pause(POLL_SECONDS)
         file = taking.wait()
