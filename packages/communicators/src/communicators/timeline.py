@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from communicators.communicator import Communicator, run
-from communicators.schedule import Payload, Round, Schedule
-from communicators.schedules.dense import allgather
+from communicators.elastic.transfer import give, take
+from communicators.schedule import Payload, Round, Schedule, among
 
 Event = dict[str, Any]
 """Event in the trace event format; times in µs."""
 PINGS = 16
-CHUNK_BYTES = 1 << 24
-"""Most bytes of a message to rank 0."""
 SLACK_US = 50.0
 """Error of a profiler's own clock."""
 DEVICES = 100_000
@@ -172,11 +170,8 @@ def gathered(own: Recorded | None, comm: Communicator) -> dict[str, Any] | None:
 
     def exchange() -> tuple[list[bytes], list[tuple[float, float]]]:
         here = comm.rank, comm.size
-        sizes = run(allgather(torch.tensor([packed.numel()]), *here), comm, facts="sizes of traces", device=CPU)
-        nbytes = [int(size) for size in sizes]
         clocks = run(compared_clocks(*here, time.time_ns, _machine()), comm, facts="clocks", device=CPU)
-        facts = f"traces of {sum(nbytes)} bytes"
-        return run(_to_first(packed, nbytes, *here), comm, facts=facts, device=CPU), clocks
+        return run(_to_first(packed, *here), comm, facts="traces", device=CPU), clocks
 
     packs, clocks = comm.atomic(exchange)
     if not any(packs):
@@ -285,17 +280,13 @@ def _machine() -> int:
     return zlib.crc32(boot.encode())
 
 
-def _to_first(own: Tensor, nbytes: Sequence[int], rank: int, size: int) -> Schedule[list[bytes]]:
+def _to_first(own: Tensor, rank: int, size: int) -> Schedule[list[bytes]]:
     """Bytes of all ranks, on rank 0, which takes all of one rank, then all of the next."""
     if rank:
-        for chunk in torch.split(own, CHUNK_BYTES) if len(own) else ():
-            yield Round(sends={0: Payload.of(chunk)})
+        yield from among(give(own), [rank, 0], "trace")
         return []
     found = [own.numpy().tobytes()]
     for source in range(1, size):
-        pieces = []
-        for begin in range(0, nbytes[source], CHUNK_BYTES):
-            received = yield Round(recvs={source: min(CHUNK_BYTES, nbytes[source] - begin)})
-            pieces.append(received[source].body.numpy().tobytes())
-        found.append(b"".join(pieces))
+        taken = yield from among(take(), [source, 0], "trace")
+        found.append(taken.getvalue())
     return found
