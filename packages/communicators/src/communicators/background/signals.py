@@ -4,23 +4,27 @@ One message at a time is in flight to each peer; it carries what has gathered me
 more will come. So memory is bounded, and a rank that has heard that from all peers has heard all of their signals.
 """
 
+from __future__ import annotations
+
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from communicators import errors
-from communicators.background.control import Control, RequestedAbort
-from communicators.background.engine import Driven, Engine
+from communicators.background.control import RequestedAbort
+from communicators.background.engine import Driven
 from communicators.background.sends import GRACE_SECONDS
 from communicators.background.transport import PeerLost, SignalLine, wrong_return
-from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
-from communicators.schedule import Schedule, among
+from communicators.schedule import Schedule
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
+
+if TYPE_CHECKING:
+    from communicators.background.transport_communicator import TransportCommunicator
 
 MOST_VALUES = 64
 """Most values in one message."""
@@ -35,24 +39,14 @@ _HEAD = struct.Struct("<IHH")  # checksum of the rest, whether it is the last on
 
 
 class TransportSignals(Signals, Driven):
-    """Signals of one rank over a transport that carries nothing else; the engine sends and receives them.
+    """Signals of one rank over a communicator that carries nothing else; the engine sends and receives them."""
 
-    comm: communicator over that transport. attempt: starts a schedule with these facts over it.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        control: Control,
-        engine: Engine,
-        attempt: Callable[[Schedule[Any], str], Attempt],
-        on_signal: OnSignal | None,
-    ) -> None:
+    def __init__(self, comm: TransportCommunicator, on_signal: OnSignal | None) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
-        self._comm, self._control, self._engine, self._attempt = comm, control, engine, attempt
-        self._line = control.transport.signal_line()
+        self._comm, self._control, self._engine = comm, comm.control, comm.engine
+        self._line = comm.transport.signal_line()
         if not isinstance(self._line, SignalLine):
-            raise wrong_return(control.transport, "signal_line", self._line, "a SignalLine")
+            raise wrong_return(comm.transport, "signal_line", self._line, "a SignalLine")
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._waiting: dict[int, dict[int, None]] = {peer: {} for peer in range(comm.size)}  # ordered sets
         self._active: set[int] = set()  # peers for which something waits or is in flight
@@ -107,7 +101,7 @@ class TransportSignals(Signals, Driven):
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         if not self._comm.outlives_ranks:
             return super().attempt(schedule, members, facts=facts)
-        return self._attempt(among(schedule, members, facts), facts)
+        return self._comm.aside(schedule, members, facts=facts)
 
     def leave(self, why: str) -> None:
         self._control.depart(why)

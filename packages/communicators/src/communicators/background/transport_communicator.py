@@ -370,18 +370,6 @@ class TransportCommunicator(Communicator):
 
     clock = staticmethod(time.perf_counter)
 
-    def attempt(self, schedule: Schedule[Any], facts: str) -> Attempt:
-        """Starts a schedule that fails on this rank alone: the others may have died, or tried something else meanwhile.
-
-        facts: text that tells it from all other attempts; tags follow from it, so that no message of another one is
-        taken for its own.
-        """
-        self.engine.check_process()
-        call = Call(schedule, rank=self.rank, size=self.size, facts=facts, number=zlib.crc32(facts.encode()))
-        made = OutstandingCall(self, call, math.inf, CPU, Control(self.transport, alone=True))
-        self.engine.add(made)
-        return made
-
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
         """Transport's own sum, if it has one; counted as the 2(P − 1)/P of its bytes that the best algorithms send."""
         if not self.transport.can_sum(tensor):
@@ -433,8 +421,17 @@ class TransportCommunicator(Communicator):
         with self.control.lock:
             return dict(self._awaited)
 
-    def aside(self, schedule: Schedule[T], members: Sequence[int], *, facts: str) -> Work[T]:
-        return cast(Work[T], self.attempt(among(schedule, members, facts), facts))
+    def aside(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> OutstandingCall:
+        """Starts a schedule among some ranks, which fails on this one alone; see `Communicator.aside`.
+
+        Tags follow from its facts, so that no message of another one is taken for its own.
+        """
+        self.engine.check_process()
+        schedule, number = among(schedule, members, facts), zlib.crc32(facts.encode())
+        call = Call(schedule, rank=self.rank, size=self.size, facts=facts, number=number)
+        made = OutstandingCall(self, call, math.inf, CPU, Control(self.transport, alone=True))
+        self.engine.add(made)
+        return made
 
     def retire(self) -> None:
         """Closes it as soon as what was sent has gone, in a thread of its own, and waits for nobody."""
@@ -479,7 +476,7 @@ class TransportCommunicator(Communicator):
                 "rc.thread_level, or start MPI with it"
             )
         comm = self._duplicated("signals", self.transport.duplicate_for_signals)
-        return TransportSignals(comm, comm.control, comm.engine, comm.attempt, on_signal)
+        return TransportSignals(comm, on_signal)
 
     def _duplicated(self, what: str, make: Callable[[float], Transport]) -> TransportCommunicator:
         self._duplicates = [made for made in self._duplicates if not made.closed]
