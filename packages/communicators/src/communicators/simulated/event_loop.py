@@ -45,7 +45,7 @@ class SimulatedCall(Work[Any], Attempt):
     bytes_sent = 0
 
     def __init__(self, loop: EventLoop, call: Call, context: Context, places: Sequence[int]) -> None:
-        self._loop, self.call, self.context, self.began = loop, call, context, loop.now
+        self._loop, self.call, self.rank, self.context, self.began = loop, call, call.rank, context, loop.now
         self._places, self.met = places, tuple[int, ...]()  # met: places of its peers
         self.name: Name = (context, call.number)
         self.done = False
@@ -53,7 +53,6 @@ class SimulatedCall(Work[Any], Attempt):
         self.unsent = -1  # -1: not in a round
         self.posted = 0.0  # when its current round was
         self.received: Received = {}
-        self.waiter: Action | None = None
         self.callbacks: list[Action] = []
 
     @property
@@ -61,13 +60,13 @@ class SimulatedCall(Work[Any], Attempt):
         return [self._places.index(place) for place in self.met]
 
     def wait(self, timeout: float | None = None) -> Any:
-        self._loop.wait(self.call.rank, self, timeout)
+        self._loop.wait(self, timeout)
         if self.error is not None:
             raise CollectiveError(str(self.error)) from self.error.__cause__
         return self.value
 
     def is_completed(self) -> bool:
-        self._loop.sleep(self.call.rank, POLL_SECONDS)
+        self._loop.sleep(self.rank, POLL_SECONDS)
         return self.done
 
     def when_over(self, callback: Action) -> None:
@@ -117,7 +116,7 @@ class EventLoop:
         self.boards: dict[str, dict[str, str]] = {}
         self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
-        self._ended = frozenset[int]()
+        self.ended = frozenset[int]()  # ranks whose function has returned or raised, or that died
         self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for, self._note_message)
         self.timeline: Timeline | None = None
@@ -134,15 +133,15 @@ class EventLoop:
         facts: str,
         timeout: float,
         context: Context,
-        places: Sequence[int] | None = None,
+        places: Sequence[int],
     ) -> SimulatedCall:
-        """Starts a call. places: those of its communicator's ranks in the world; default all of them."""
+        """Starts a call. places: those of its communicator's ranks in the world."""
         if (poison := self.poisoned(context)) is not None:
             schedule.close()
             raise CollectiveError(str(poison)) from poison.__cause__
         call = Call(schedule, rank=rank, size=self.world.size, facts=facts, number=self._calls[rank][context])
         self._calls[rank][context] += 1
-        outstanding = SimulatedCall(self, call, context, places or range(self.world.size))
+        outstanding = SimulatedCall(self, call, context, places)
         self._wishes.append(lambda: self._begin(outstanding, timeout))
         return outstanding
 
@@ -174,10 +173,10 @@ class EventLoop:
         if self.timeline is not None and ended > began:
             self.timeline.spans.append(Span(rank, name, began, ended))
 
-    def wait_for(self, watch: Watch) -> None:
+    def watch(self, watch: Watch) -> None:
         """Waits until the watched condition holds; returns also where its communicator has failed."""
         self.wish(lambda: self.look_at(watch))
-        self.wait(watch.rank, watch, None)
+        self.wait(watch, None)
 
     def look_around(self) -> None:
         """Looks at the conditions of all waiting ranks; called in the loop's thread."""
@@ -191,27 +190,25 @@ class EventLoop:
             watch.done = True
             self._wake(watch)
 
-    def wait(self, rank: int, outstanding: SimulatedCall | Watch, timeout: float | None) -> None:
-        """Waits for the end of a call."""
+    def wait(self, outstanding: SimulatedCall | Watch, timeout: float | None) -> None:
+        """Waits for the end of a call of this rank."""
         self.refuse_to_wait("waiting")
         if not outstanding.done:
-            self._wishes.append(lambda: self._block(rank, outstanding, timeout))
+            self._wishes.append(lambda: self._block(outstanding, timeout))
             began = self.now
-            self.ranks[rank].give_back()
-            self.note(rank, "wait", began, self.now)
+            self.ranks[outstanding.rank].give_back()
+            self.note(outstanding.rank, "wait", began, self.now)
         if not outstanding.done:
             raise TimeoutError(f"not completed within {timeout} virtual seconds: {outstanding.waits()}")
 
     # Called in the loop's thread.
 
-    def _block(self, rank: int, outstanding: SimulatedCall | Watch, timeout: float | None) -> None:
-        outstanding.waiter = partial(self._resume, rank)
+    def _block(self, outstanding: SimulatedCall | Watch, timeout: float | None) -> None:
+        self._blocked[outstanding.rank] = outstanding
         if outstanding.done:
             self._wake(outstanding)
-            return
-        self._blocked[rank] = outstanding
-        if timeout is not None:
-            live = lambda: self._blocked.get(rank) is outstanding  # noqa: E731
+        elif timeout is not None:
+            live = lambda: self._blocked.get(outstanding.rank) is outstanding  # noqa: E731
             self.after(timeout, lambda: self._wake(outstanding), live)
 
     def run(self, bodies: list[Callable[[], T]]) -> list[T]:
@@ -224,7 +221,7 @@ class EventLoop:
             self.after(seconds, die, live=partial(self.lives, rank))
         try:
             self._drain()
-            while len(self.ended_ranks()) < len(bodies):
+            while len(self.ended) < len(bodies):
                 self.fail("deadlock: " + "; ".join(self._stuck()), None)
                 self._drain()
             self._check_end()
@@ -269,10 +266,6 @@ class EventLoop:
             self.fail(errors.reason(rank, "its signals", error), context, error)
         self._carry_out()
 
-    def ended_ranks(self) -> frozenset[int]:
-        """Ranks whose function has returned or raised, or that died."""
-        return self._ended
-
     def seconds_for(self, source: int, target: int, nbytes: int) -> tuple[float, float]:
         """Seconds until a message's sender and its receiver are free; alpha partly drawn, where there is jitter."""
         path = self.world.paths(source, target)
@@ -292,15 +285,14 @@ class EventLoop:
 
     def lives(self, rank: int) -> bool:
         """Whether a rank's function goes on."""
-        return rank not in self.ended_ranks()
+        return rank not in self.ended
 
     def _die(self, rank: int, reason: str) -> None:
         """Ends a rank, and all calls but those that outlive ranks."""
-        self.ranks[rank].dead, self._ended = True, self._ended | {rank}
+        self.ranks[rank].dead, self.ended = True, self.ended | {rank}
         self._blocked.pop(rank, None)
         for outstanding in list(self._outstanding[rank].values()):
             outstanding.callbacks.clear()
-            outstanding.waiter = None
             self.tear(outstanding, reason)
         self._bereaved = self._bereaved or self._poison.get(None) or CollectiveError(reason)
         self._end_all(self._bereaved, lambda context: context not in self.outliving and context not in self.groups)
@@ -322,7 +314,7 @@ class EventLoop:
         self._blocked.pop(rank, None)
         thread.resume()
         if thread.over:
-            self._ended |= {rank}
+            self.ended |= {rank}
         self._carry_out()
         if thread.over:
             self._part(rank)
@@ -353,7 +345,7 @@ class EventLoop:
     def _left(self, outstanding: SimulatedCall) -> list[int]:
         """Ranks of its group that have ended before they came to this call."""
         number, context = outstanding.call.number, outstanding.context
-        ended = self.groups.get(context, frozenset()) & self.ended_ranks()
+        ended = self.groups.get(context, frozenset()) & self.ended
         return sorted(rank for rank in ended if self._calls[rank][context] <= number)
 
     def _advance(self, outstanding: SimulatedCall, received: Received) -> None:
@@ -467,9 +459,10 @@ class EventLoop:
         self._wake(outstanding)
 
     def _wake(self, outstanding: SimulatedCall | Watch) -> None:
-        waiter, outstanding.waiter = outstanding.waiter, None
-        if waiter is not None:
-            self.after(0.0, waiter)
+        """Has the rank that waits for it, if it does, go on by an event."""
+        if self._blocked.get(outstanding.rank) is outstanding:
+            del self._blocked[outstanding.rank]
+            self.after(0.0, partial(self._resume, outstanding.rank))
 
     def _stuck(self) -> list[str]:
         waiting = [self._blocked[rank].waits() for rank in sorted(self._blocked)]

@@ -25,7 +25,6 @@ class Watch:
     def __init__(self, rank: int, context: Context, over: Callable[[], bool]) -> None:
         self.rank, self.context, self.over = rank, context, over
         self.done = False
-        self.waiter: Callable[[], None] | None = None
 
     def waits(self) -> str:
         """Phrase that says who waits for what."""

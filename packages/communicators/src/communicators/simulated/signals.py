@@ -7,14 +7,16 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule, among
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
-from communicators.simulated.event_loop import POLL_SECONDS, EventLoop
-from communicators.simulated.ranks import Context, Watch
+from communicators.simulated.event_loop import POLL_SECONDS
+from communicators.simulated.ranks import Watch
+
+if TYPE_CHECKING:
+    from communicators.simulated.world import SimulatedCommunicator
 
 SIGNAL_BYTES = 8
 
@@ -35,25 +37,15 @@ class SimulatedSignals(Signals):
     """Signals of one simulated rank. comm: a duplicate that carries nothing else.
 
     Between two ranks the first that was sent is the first to come, whatever the jitter. One that is on its way is not
-    sent again. closing: it sends no more. places: those of its ranks in the world. hasty:
-    whether a wait has its time-out; else, where nothing more can happen, a deadlock is reported.
+    sent again. closing: it sends no more. hasty: whether a wait has its time-out; else, where nothing more can happen,
+    a deadlock is reported.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        loop: EventLoop,
-        context: Context,
-        on_signal: OnSignal | None,
-        places: Sequence[int] | None = None,
-        *,
-        hasty: bool = False,
-    ) -> None:
+    def __init__(self, comm: SimulatedCommunicator, on_signal: OnSignal | None, *, hasty: bool) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
-        self._comm, self._loop, self._context, self._hasty = comm, loop, context, hasty
-        self._places = range(comm.size) if places is None else places
-        self._place = self._places[comm.rank]
-        self._group: SignalGroup = loop.signals.setdefault(context, SignalGroup())
+        self._comm, self._loop, self._context, self._hasty = comm, comm.loop, comm.context, hasty
+        self._place, self._places = comm.place, comm.places
+        self._group: SignalGroup = comm.loop.signals.setdefault(comm.context, SignalGroup())
         self._sent: defaultdict[int, deque[int]] = defaultdict(deque)  # on their way, by peer
         self._waiting: Counter[int] = Counter()  # on their way, or come and not polled, by peer
         self._watch: Watch | None = None
@@ -71,7 +63,7 @@ class SimulatedSignals(Signals):
         if self._hasty:
             loop.wish(lambda: loop.after(timeout, loop.look_around))
         self._watch = Watch(self._place, self._context, lambda: over() or loop.now >= end)
-        loop.wait_for(self._watch)
+        loop.watch(self._watch)
         self.check()
         if loop.now >= end and not over():
             raise TimeoutError(f"not within {timeout:g} s")
@@ -92,7 +84,7 @@ class SimulatedSignals(Signals):
 
     @property
     def departed(self) -> frozenset[int]:
-        if (ended := self._loop.ended_ranks()) is not self._ended:
+        if (ended := self._loop.ended) is not self._ended:
             self._ended, self._ended_here = ended, {r for r, place in enumerate(self._places) if place in ended}
         return frozenset((self._ended_here | self._group.left) - {self.rank})
 
@@ -117,7 +109,7 @@ class SimulatedSignals(Signals):
         if self._loop.poisoned(self._context) is None:
             self.closing = True
             self._loop.wish(self._loop.look_around)
-            self._loop.wait_for(Watch(self._place, self._context, self._all_close))
+            self._loop.watch(Watch(self._place, self._context, self._all_close))
             self.check()
             paths = [self._loop.world.paths(self._place, there) for there in self._places]
             self._loop.sleep(self._place, max(path.seconds(SIGNAL_BYTES) for path in paths))  # the last one says so

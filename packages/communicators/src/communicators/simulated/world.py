@@ -141,16 +141,16 @@ def _equal(link: Link) -> Callable[[int, int], Path]:
 class SimulatedCommunicator(Communicator):
     """One rank's view of a simulated world, or of some of its ranks. Counts are those of all its communicators.
 
-    place: this rank in the world. context: name of the communicator in the loop. members: ranks of the world, in order,
-    where it is not all of them; inside, they count from 0. Errors name ranks of the world.
+    place: this rank in the world. context: name of the communicator in the loop. members: `places` of its ranks in the
+    world, in order, where it is not all of them; inside, they count from 0. Errors name ranks of the world.
     """
 
     def __init__(
         self, loop: EventLoop, place: int, context: Context = (), members: Sequence[int] | None = None
     ) -> None:
-        self.loop, self.context, self._place, self._members = loop, context, place, members
-        self.rank = place if members is None else members.index(place)
-        self.size = loop.world.size if members is None else len(members)
+        self.loop, self.context, self.place, self._members = loop, context, place, members
+        self.places = range(loop.world.size) if members is None else members
+        self.rank, self.size = self.places.index(place), len(self.places)
         self.outlives_ranks = members is None
         self._duplicates: list[SimulatedCommunicator] = []
         self._made, self._closed = 0, False
@@ -158,18 +158,18 @@ class SimulatedCommunicator(Communicator):
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
         """Bytes that this rank sent so far."""
-        return self.loop.bytes_sent[self._place]
+        return self.loop.bytes_sent[self.place]
 
     @property
     def messages_sent(self) -> int:  # type: ignore[override]
         """Messages that this rank sent so far."""
-        return self.loop.messages_sent[self._place]
+        return self.loop.messages_sent[self.place]
 
     @property
     def awaited(self) -> Mapping[int, float]:  # type: ignore[override]
         """Seconds for which messages of each peer were awaited so far."""
-        seconds, places = self.loop.awaited[self._place], self._members or range(self.size)
-        return {peer: seconds[place] for peer, place in enumerate(places) if place in seconds}
+        seconds = self.loop.awaited[self.place]
+        return {peer: seconds[place] for peer, place in enumerate(self.places) if place in seconds}
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
@@ -179,7 +179,7 @@ class SimulatedCommunicator(Communicator):
             raise CollectiveError("this communicator is closed")
         if self._members is not None:
             schedule = among(schedule, self._members, facts)
-        return self.loop.submit(self._place, schedule, facts, timeout, self.context, self._members)
+        return self.loop.submit(self.place, schedule, facts, timeout, self.context, self.places)
 
     def duplicate(self) -> SimulatedCommunicator:
         self._duplicates = [made for made in self._duplicates if not made._closed]
@@ -194,32 +194,29 @@ class SimulatedCommunicator(Communicator):
         """Signals of a duplicate; the loop calls `on_signal` between the turns of ranks."""
         if not self.outlives_ranks:
             return super().signals(on_signal)
-        made = self.duplicate()
-        return SimulatedSignals(made, self.loop, made.context, on_signal, self._members, hasty=self.hasty)
+        return SimulatedSignals(self.duplicate(), on_signal, hasty=self.hasty)
 
     def split(self, color: int) -> SimulatedCommunicator:
         """A communicator of the ranks that give the same color, in their order, as MPI's Split. Collective."""
         schedule = allgather(torch.tensor([color]), self.rank, self.size)
         colors = [int(given) for given in self.run(schedule, facts="split", timeout=self.timeout)]
-        places = range(self.size) if self._members is None else self._members
-        members = [place for place, given in zip(places, colors, strict=True) if given == color]
+        members = [place for place, given in zip(self.places, colors, strict=True) if given == color]
         return self._inner((sorted(set(colors)).index(color),), members)
 
     def aside(self, schedule: Schedule[T], members: Sequence[int], *, facts: str) -> Work[T]:
-        everybody = range(self.size) if self._members is None else self._members
-        places = [everybody[member] for member in members]
+        places = [self.places[member] for member in members]
         context = (*self.context, zlib.crc32(facts.encode()))
         self.loop.groups[context] = frozenset(places)
-        return self.loop.submit(self._place, among(schedule, places, facts), facts, math.inf, context)
+        return self.loop.submit(self.place, among(schedule, places, facts), facts, math.inf, context, self.places)
 
     def board(self, name: str) -> SimulatedBoard:
-        return SimulatedBoard(self.loop, self._place, self.loop.boards.setdefault(name, {}), self._of_generation)
+        return SimulatedBoard(self.loop, self.place, self.loop.boards.setdefault(name, {}), self._of_generation)
 
     def _of_generation(self, generation: int, places: Sequence[int]) -> SimulatedCommunicator:
         """Communicator of an elastic group's ranks, which only the end of one of them ends."""
         context = (*self.context, -1, generation)
         self.loop.groups[context] = frozenset(places)
-        made = SimulatedCommunicator(self.loop, self._place, context, places)
+        made = SimulatedCommunicator(self.loop, self.place, context, places)
         made.outlives_ranks = made.hasty = True
         return made
 
@@ -232,8 +229,7 @@ class SimulatedCommunicator(Communicator):
     @property
     def ended(self) -> list[int]:  # type: ignore[override]
         """Ranks that have ended."""
-        places = list(range(self.size)) if self._members is None else list(self._members)
-        return [places.index(place) for place in self.loop.ended_ranks() if place in places]
+        return [self.places.index(place) for place in self.loop.ended if place in self.places]
 
     def close(self) -> None:
         self._closed = True
@@ -244,10 +240,10 @@ class SimulatedCommunicator(Communicator):
 
     def elapse(self, seconds: float) -> None:
         """Computes for `seconds` of virtual time, times this rank's slowdown."""
-        self.loop.compute(self._place, seconds * self.loop.world.slowdown[self._place])
+        self.loop.compute(self.place, seconds * self.loop.world.slowdown[self.place])
 
     def _inner(self, which: tuple[int, ...], members: Sequence[int] | None) -> SimulatedCommunicator:
         self._made += 1
-        made = SimulatedCommunicator(self.loop, self._place, (*self.context, self._made - 1, *which), members)
+        made = SimulatedCommunicator(self.loop, self.place, (*self.context, self._made - 1, *which), members)
         made.timeout = self.timeout
         return made
