@@ -101,19 +101,30 @@ def measure_link(
 
 def _one_way_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
     """Half a ping-pong of bodies of nbytes, median; 0 for the last of an odd number of ranks, which has no partner."""
-    seconds, payload = [], Payload.of(torch.zeros(nbytes, dtype=torch.uint8))
-    for _ in range(repeats + 1):  # the first one warms up
+    peer = comm.rank ^ 1
+    seconds = ping_pong_seconds(comm, peer, nbytes, nbytes, first=comm.rank < peer, repeats=repeats)
+    return 0.0 if peer >= comm.size else seconds / 2
+
+
+def ping_pong_seconds(comm: Communicator, peer: int, ping: int, pong: int, *, first: bool, repeats: int) -> float:
+    """Median seconds of a ping of so many bytes to a peer, and its pong; `first` sends the ping, and its seconds count.
+
+    One more goes before: both are here then, and TCP's window has grown. All ranks call it alike, also one without a
+    partner, whose peer is no rank.
+    """
+    there, back = (Payload.of(torch.zeros(nbytes, dtype=torch.uint8)) for nbytes in (ping, pong))
+    seconds = []
+    for _ in range(repeats + 1):
         begin = comm.clock()
-        run(_ping_pong(comm.rank, comm.size, payload), comm, facts=f"ping-pong({nbytes})")
-        seconds.append((comm.clock() - begin) / 2)
-    return 0.0 if comm.rank ^ 1 >= comm.size else statistics.median(seconds[1:])
+        run(_ping_pong(peer, comm.size, there, back, first), comm, facts=f"ping-pong({ping}, {pong})")
+        seconds.append(comm.clock() - begin)
+    return statistics.median(seconds[1:])
 
 
-def _ping_pong(rank: int, size: int, payload: Payload) -> Schedule[None]:
-    peer = rank ^ 1
-    if peer >= size:
-        return
-    ping, pong = Round(sends={peer: payload}), Round(recvs={peer: payload.nbytes})
-    first, second = (ping, pong) if rank < peer else (pong, ping)
-    yield first
-    yield second
+def _ping_pong(peer: int, size: int, ping: Payload, pong: Payload, first: bool) -> Schedule[None]:
+    if peer < size and first:
+        yield Round(sends={peer: ping})
+        yield Round(recvs={peer: pong.nbytes})
+    elif peer < size:
+        yield Round(recvs={peer: ping.nbytes})
+        yield Round(sends={peer: pong})

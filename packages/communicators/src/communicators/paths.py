@@ -1,6 +1,5 @@
 """Rates and delays of unequal links, measured pair by pair and in both directions."""
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +7,9 @@ from typing import Any
 import torch
 
 from communicators.collectives import allgather
-from communicators.communicator import Communicator, run
-from communicators.link import Path
+from communicators.link import Path, ping_pong_seconds
 from communicators.origin import as_communicator
-from communicators.schedule import SLOT_BYTES, Payload, Round, Schedule
+from communicators.schedule import SLOT_BYTES
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,9 @@ def measure_paths(comm: Any, *, nbytes: int = 1 << 19, repeats: int = 3) -> Path
     rank, size = comm.rank, comm.size
     found = torch.zeros(2, size, dtype=torch.float64)
     for peer in _partners(rank, size):
-        _answered(comm, peer, 0, first=rank < peer)  # both are here
-        small = statistics.median(_answered(comm, peer, 0, first=rank < peer) for _ in range(repeats))
+        small = ping_pong_seconds(comm, peer, 0, 0, first=rank < peer, repeats=repeats)
         for sender in sorted((rank, peer)):
-            _answered(comm, peer, nbytes, first=rank == sender)  # TCP's window grows
-            large = statistics.median(_answered(comm, peer, nbytes, first=rank == sender) for _ in range(repeats))
+            large = ping_pong_seconds(comm, peer, nbytes, 0, first=rank == sender, repeats=repeats)
             if rank == sender and peer < size:
                 found[0, peer], found[1, peer] = small / 2, max(0.0, large - small) / nbytes
     rows = torch.stack(allgather(found.to(comm.device).view(-1), comm)).cpu().view(size, 2, size)
@@ -86,25 +82,3 @@ def _partners(rank: int, size: int) -> Iterator[int]:
             peer = (turn - rank) % (places - 1)
             peer = places - 1 if peer == rank else peer
         yield peer
-
-
-def _answered(comm: Communicator, peer: int, nbytes: int, *, first: bool) -> float:
-    """Seconds of a message of nbytes and its small answer; `first` sends the message, and its seconds count.
-
-    All ranks call it alike, also one without a partner.
-    """
-    begin = comm.clock()
-    run(_there_and_back(peer, comm.size, nbytes, first), comm, facts=f"paths({nbytes})")
-    return comm.clock() - begin
-
-
-def _there_and_back(peer: int, size: int, nbytes: int, first: bool) -> Schedule[None]:
-    large, small = (Payload.of(torch.zeros(n, dtype=torch.uint8)) for n in (nbytes, 0))
-    if peer >= size:
-        return
-    if first:
-        yield Round(sends={peer: large})
-        yield Round(recvs={peer: 0})
-    else:
-        yield Round(recvs={peer: nbytes})
-        yield Round(sends={peer: small})
