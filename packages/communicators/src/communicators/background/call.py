@@ -135,13 +135,9 @@ class Call:
         else:
             payload.memory[:SLOT_BYTES].copy_(self._slot(self.rank, payload), non_blocking=True)
 
-    def take(self, source: int, buffer: Payload, nbytes: int | None, device: torch.device) -> Payload:
-        """Payload on `device`, once it is accepted, of a buffer in host memory.
-
-        nbytes: bytes that have come, stamp included; None: the stamp says so, for transports that do not tell it.
-        """
-        if nbytes is None:
-            nbytes = max(_STAMP.unpack_from(buffer.memory.numpy().data)[3], SLOT_BYTES)
+    def take(self, source: int, buffer: Payload, device: torch.device) -> Payload:
+        """Payload on `device`, once it is accepted, of a buffer in host memory; its stamp says how much has come."""
+        nbytes = max(_STAMP.unpack_from(buffer.memory.numpy().data)[3], SLOT_BYTES)
         payload = buffer if nbytes >= buffer.memory.numel() else Payload(buffer.memory[:nbytes])
         self.accept(source, payload, buffer.nbytes)
         return payload if device.type == "cpu" else Payload(payload.memory.to(device))

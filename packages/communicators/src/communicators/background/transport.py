@@ -186,10 +186,6 @@ class Transport(ABC):
         """Peers whose connection is known to be gone; the end of the process waits for the departure of all others."""
         return []
 
-    def lost(self) -> PeerLost | None:
-        """A peer whose connection is gone, where that is noticed while none of its messages is in flight."""
-        return None
-
     def closing(self) -> bool:
         """Whether control messages can still be exchanged."""
         return True

@@ -129,6 +129,7 @@ class GlooTransport(Transport):
         return [lost.peer for lost in self._control.lost()]
 
     def lost(self) -> PeerLost | None:
+        """A peer whose connection is gone."""
         return next(iter(self._control.lost()), None)
 
     def close(self) -> None:
@@ -165,8 +166,7 @@ class _PendingRound(Pending):
         return self.arrived() and all(wait.done for _, wait in self.sends)
 
     def received(self) -> Received:
-        """Payloads; gloo does not say how much of each has come."""
-        return {peer: self.call.take(peer, buffer, None, self.device) for peer, buffer in self.buffers.items()}
+        return {peer: self.call.take(peer, buffer, self.device) for peer, buffer in self.buffers.items()}
 
     def missing(self) -> list[int]:
         return sorted({peer for peer, wait in self._waits() if not wait.done or wait.error is not None})
@@ -188,15 +188,13 @@ class Mailbox(SignalLine):
 
     def __init__(self, data: GlooGroup, rank: int, size: int, *, tag: int, nbytes: int) -> None:
         self._data, self._tag, self._nbytes = data, tag, nbytes
-        self._written: list[Wait] = []
         self._sending: dict[int, Wait] = {}  # the last message to each peer
         self._coming = {peer: self._post(peer) for peer in range(size) if peer != rank}
 
     def send(self, peer: int, message: bytes) -> None:
         """Sends a message, also after others that are in flight; does not block."""
         framed = torch.frombuffer(bytearray(len(message).to_bytes(LENGTH_BYTES, "little") + message), dtype=torch.uint8)
-        self._sending[peer] = wait = self._data.post("send", framed, peer, self._tag)
-        self._written = [*(written for written in self._written if not written.done), wait]
+        self._sending[peer] = self._data.post("send", framed, peer, self._tag)
 
     def sent(self, peer: int) -> bool:
         wait = self._sending.get(peer)
@@ -219,7 +217,7 @@ class Mailbox(SignalLine):
     def flush(self, seconds: float) -> None:
         """Waits at most `seconds` for the messages that were sent to be on their way."""
         end = time.monotonic() + seconds
-        while not all(wait.done for wait in self._written) and time.monotonic() < end:
+        while not all(wait.done for wait in self._sending.values()) and time.monotonic() < end:
             time.sleep(FLUSH_POLL_SECONDS)
 
     def close(self) -> None:

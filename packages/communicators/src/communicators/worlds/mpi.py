@@ -214,26 +214,22 @@ class _PendingRound(Pending):
     buffers: dict[int, Payload]
     payloads: dict[int, Payload]
 
-    def __post_init__(self) -> None:
-        self._statuses = {peer: MPI.Status() for peer in self.receives}
-
     def come(self) -> list[int]:
         return [peer for peer, request in self.receives.items() if not request or request.Get_status()]
 
     def arrived(self) -> bool:
-        return all(self._over(peer, request, self._statuses[peer]) for peer, request in self.receives.items())
+        return all(self._over(peer, request) for peer, request in self.receives.items())
 
     def done(self) -> bool:
         return self.arrived() and all(self._over(peer, request) for peer, request in self.sends.items())
 
-    def _over(self, peer: int, request: MPI.Request, status: MPI.Status | None = None) -> bool:
+    def _over(self, peer: int, request: MPI.Request) -> bool:
         """Whether a message has come or gone, one by one: Testall would not say whose fails. Test puts a null then."""
         with reaching(peer):
-            return not request or bool(request.Test(status))
+            return not request or bool(request.Test())
 
     def received(self) -> Received:
-        come = {peer: self._statuses[peer].Get_count(MPI.BYTE) for peer in self.buffers}
-        return {peer: self.call.take(peer, self.buffers[peer], nbytes, self.device) for peer, nbytes in come.items()}
+        return {peer: self.call.take(peer, buffer, self.device) for peer, buffer in self.buffers.items()}
 
     def missing(self) -> list[int]:
         requests = [*self.receives.items(), *self.sends.items()]
