@@ -28,7 +28,7 @@ from communicators.background import control, sends, transport_communicator
 from communicators.background import engine as engine_module
 from communicators.background.engine import LISTEN_SECONDS, Driven, Engine, engine, leave
 from communicators.background.transport import PeerLost, PendingSum, Transport
-from communicators.background.transport_communicator import TransportCommunicator, drive
+from communicators.background.transport_communicator import TransportCommunicator
 from communicators.timeline import named_messages
 from communicators.worlds.gloo_group import GlooGroup, Wait, Waiters
 from ranks_on_threads import Network, Threads, ThreadsSignalLine, Waiting, on_all, ranks, soon
@@ -441,7 +441,7 @@ def test_a_call_waits_busily_in_every_round_at_first():
         def watch(self):
             pass
 
-    drive(Polled(), Engine(), naps.append)
+    Engine().drive(Polled(), naps.append)
     assert naps == [pytest.approx(1 / 8, rel=0.1)]  # a second ago there was progress
 
 

@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 
 from communicators import errors
 from communicators.background.control import FAILED_DEPARTURE_SECONDS, Control, depart
+from communicators.labels import labelled
 
 LISTEN_SECONDS = 0.05
 BUSY_SECONDS = 50e-6
@@ -119,18 +120,20 @@ class Engine:
         if self._driven and self._thread is not None:
             self.wake()
 
-    def pause(self, driven: Driven, waited: float, nap: Callable[[float], None]) -> None:
-        """Does what else there is to do for a thread that polls work of its own.
+    def drive(self, driven: Driven, nap: Callable[[float], None]) -> None:
+        """Polls work to its end in the calling thread.
 
-        Once it has spun for a while it naps, in proportion to the wait: where ranks outnumber cores, it would otherwise
-        spin in the way of the one that it waits for.
+        Once it has spun for a while in a round it naps, in proportion to the wait: where ranks outnumber cores, it
+        would otherwise spin in the way of the one that it waits for.
         """
-        if self.inline:  # what was started before has no other thread
-            self._advance_all()
-        if waited > SPIN_SECONDS:
-            nap(waited / 8)
-            driven.watch()
-            self._listen_in_time()
+        with labelled("wait"):
+            while not driven.advance():
+                if self.inline:  # what was started before has no other thread
+                    self._advance_all()
+                if (waited := time.monotonic() - driven.progressed) > SPIN_SECONDS:
+                    nap(waited / 8)
+                    driven.watch()
+                    self._listen_in_time()
 
     def drive_until(self, over: Callable[[], bool], timeout: float | None) -> None:
         """Drives all work in the calling thread, where no other may, until this is over, or time is."""

@@ -53,7 +53,7 @@ class TransportSignals(Signals, Driven):
         self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
         self._left: dict[int, float] = {}  # since when a peer is known to have departed
         self._lock = threading.Lock()
-        self._leaving = self._closing = False  # closing: nothing more is sent but what waits
+        self._leaving = False
         self._over, self._news = threading.Event(), threading.Event()
         self._fail_with = ""  # reason for which this rank would have all ranks fail
         self._requested: RequestedAbort | None = None
@@ -65,7 +65,7 @@ class TransportSignals(Signals, Driven):
 
     @property
     def woken(self) -> bool:
-        idle = not self._active and not self._closing and len(self._unread) < MOST_UNREAD
+        idle = not self._active and not self._closed and len(self._unread) < MOST_UNREAD
         return idle and self._control.transport.notices
 
     @property
@@ -117,7 +117,7 @@ class TransportSignals(Signals, Driven):
             raise RuntimeError("close() in on_signal would wait for itself: call it where the signals were made")
         if self._closed:
             return
-        self._closed = self._closing = True
+        self._closed = True  # nothing more is sent but what waits
         timed_out = "" if self._ends_within(self._comm.timeout) else self._time_out()
         with suppress(TimeoutError):  # no word of one that has closed its signals, or departed: nobody is awaited
             self._comm.close()
@@ -146,9 +146,7 @@ class TransportSignals(Signals, Driven):
         """Queues a signal to each of these peers."""
         departed = self.departed
         with self._lock:
-            self.check()
-            if self._closing:
-                raise CollectiveError("these signals are closed")
+            self._refuse_if_closed()
             peers = [peer for peer in peers if peer not in departed and value not in self._waiting[peer]]
             for peer in peers:
                 refuse_too_many_waiting(peer, len(self._waiting[peer]))
@@ -185,16 +183,16 @@ class TransportSignals(Signals, Driven):
     def _go_on(self) -> bool:
         """Receives and sends what there is; True at the end."""
         came = self._receive()
-        went = bool(self._active or self._closing) and self._send_waiting()
+        went = bool(self._active or self._closed) and self._send_waiting()
         if came or went:
             self.progressed = time.monotonic()
-        if self._closing and not self._active and all(self._finished_with(peer) for peer in self._others):
+        if self._closed and not self._active and all(self._finished_with(peer) for peer in self._others):
             self._end()
             return True
         return False
 
     def _receive(self) -> bool:
-        if len(self._unread) >= MOST_UNREAD and not self._closing:
+        if len(self._unread) >= MOST_UNREAD and not self._closed:
             return False
         messages = self._line.received()
         for source, message in messages:
@@ -216,7 +214,7 @@ class TransportSignals(Signals, Driven):
     def _send_waiting(self) -> bool:
         went, departed = False, self.departed
         with self._lock:
-            if self._closing:  # in the lock: what was put before comes before
+            if self._closed:  # in the lock: what was put before comes before
                 self._active |= self._others - self._told
             active = list(self._active)
         for peer in active:
@@ -239,7 +237,7 @@ class TransportSignals(Signals, Driven):
     def _sent(self, peer: int) -> bool:
         """Whether nothing is in flight to this peer."""
         if peer == self._comm.rank:
-            return self._closing or len(self._unread) < MOST_UNREAD
+            return self._closed or len(self._unread) < MOST_UNREAD
         try:
             if (sent := self._line.sent(peer)) is None:
                 raise wrong_return(self._line, "sent", None, "True or False")
@@ -255,7 +253,7 @@ class TransportSignals(Signals, Driven):
             values = list(waiting)[:MOST_VALUES]
             for value in values:
                 del waiting[value]
-            last = self._closing and not waiting and peer in self._others - self._told
+            last = self._closed and not waiting and peer in self._others - self._told
             if last:
                 self._told.add(peer)
             if not values and not last:

@@ -23,7 +23,7 @@ from communicators import errors
 from communicators.background.agreement import agreement
 from communicators.background.call import Call, NativeSum
 from communicators.background.control import ABORT_SECONDS, TIMED_OUT, Control, RequestedAbort, depart
-from communicators.background.engine import SPIN_SECONDS, Driven, Engine, engine
+from communicators.background.engine import SPIN_SECONDS, Driven, engine
 from communicators.background.sends import GRACE_SECONDS, UnsentMessages
 from communicators.background.signals import TransportSignals
 from communicators.background.streams import SideStream, SideStreams, owned_here, with_index
@@ -225,7 +225,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 received = self._pending.received()
                 if not isinstance(received, dict):
                     raise wrong_return(self._pending, "received", received, "a dict of payloads by peer")
-                self.comm.count_awaited(self._sources, time.monotonic() - self.progressed)
+                self.comm.count(awaited=self._sources, seconds=time.monotonic() - self.progressed)
                 self._unsent = [*(pending for pending in self._unsent if not pending.done()), self._pending]
                 self._pending = None
             if self._stepped_through:
@@ -320,15 +320,6 @@ class OutstandingCall(Work[Any], Attempt, Driven):
             callback()
 
 
-def drive(driven: Driven, engine: Engine, nap: Callable[[float], None]) -> None:
-    """Polls work to its end in the calling thread; it spins at first in every round."""
-    with labelled("wait"):
-        while not driven.advance():
-            waited = time.monotonic() - driven.progressed
-            if waited > SPIN_SECONDS or engine.inline:
-                engine.pause(driven, waited, nap)
-
-
 class TransportCommunicator(Communicator):
     """A communicator over a transport."""
 
@@ -351,7 +342,7 @@ class TransportCommunicator(Communicator):
         """Carries a schedule to its end in the calling thread."""
         outstanding = self._launch(schedule, facts, timeout, device)
         try:
-            drive(outstanding, self.engine, self.transport.nap)
+            self.engine.drive(outstanding, self.transport.nap)
         except BaseException as error:
             outstanding.interrupted(error)
             raise
@@ -399,21 +390,15 @@ class TransportCommunicator(Communicator):
         if missing and self.control.abort_reason is None:
             raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
 
-    def count(self, nbytes: int, messages: int) -> None:
-        """Counts bytes and messages that this rank has sent."""
+    def count(self, nbytes: int = 0, messages: int = 0, *, awaited: Collection[int] = (), seconds: float = 0.0) -> None:
+        """Counts bytes and messages that this rank has sent, and seconds for which it lacked messages of peers."""
         with self.control.lock:
             self.bytes_sent += nbytes
             self.messages_sent += messages
-        if self.origin is not None:
-            self.origin.count(nbytes, messages)
-
-    def count_awaited(self, peers: Collection[int], seconds: float) -> None:
-        """Counts seconds for which a call lacked messages of these peers."""
-        with self.control.lock:
-            for peer in peers:
+            for peer in awaited:
                 self._awaited[peer] = self._awaited.get(peer, 0.0) + seconds
         if self.origin is not None:
-            self.origin.count_awaited(peers, seconds)
+            self.origin.count(nbytes, messages, awaited=awaited, seconds=seconds)
 
     @property
     def awaited(self) -> Mapping[int, float]:  # type: ignore[override]
