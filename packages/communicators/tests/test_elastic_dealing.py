@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -162,7 +163,7 @@ def test_the_state_goes_on_alike() -> None:
     deal = Deal(100, 10, 3, 4).after(Change(tuple("abcd"), (2, 1, 2, 2), (1, 1, 1, 1)), "abc")
     assert deal.owed_to(1) == tuple(Deal(100, 10, 3, 4).batches(1, 1, 2))
     deal = deal.after(Change(tuple("abc"), (1, 1, 1), (1, 1, 1)), "abcef")
-    other = Deal(**deal.state())
+    other = Deal(**asdict(deal))
     assert [other.batch(rank, 0) for rank in range(5)] == [deal.batch(rank, 0) for rank in range(5)]
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 from communicators.elastic.dealing import Change, Deal
@@ -59,8 +59,8 @@ class Dealer:
 
     def state(self) -> dict[str, Any]:
         """State for a newcomer."""
-        deal = None if self.deal is None else self.deal.state()
-        held = [(then.state(), astuple(change)) for then, change in self._held]
+        deal = None if self.deal is None else asdict(self.deal)
+        held = [(asdict(then), astuple(change)) for then, change in self._held]
         missed = [(astuple(change), members, commits) for change, members, commits in self._missed]
         return {"deal": deal, "held": held, "missed": missed}
 

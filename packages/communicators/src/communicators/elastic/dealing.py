@@ -12,9 +12,8 @@ what it would have drawn: so all come to the end of an epoch after equally many 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,10 +153,6 @@ class Deal:
             again = tuple(sample for one, samples in back if one == epoch for sample in samples)
             past.append((epoch, 0 if epoch < self.epoch else self.ranks, (0,) * self.ranks, again))
         return replace(self, ranks=ranks, epoch=begin, past=tuple(one for one in past if one[0] >= begin))
-
-    def state(self) -> dict[str, Any]:
-        """Plain values, of which `Deal(**state)` makes it again."""
-        return asdict(self)
 
 
 def _steps(numel: int, size: int, ranks: int) -> int:
