@@ -205,8 +205,7 @@ class Control:
 
     def awaited(self) -> list[int]:
         """Peers that may still depart; none where control messages cannot be exchanged any more."""
-        others = sorted(set(self.missing()) - self.lost)
-        return others if others and self.transport.closing() else []
+        return sorted(self._others - self.departed.keys()) if self.transport.closing() else []
 
     def awaits(self, waited: float, timeout: float | None) -> bool:
         """Whether to wait longer for departures: by default as long as the transport says, less after a failure."""

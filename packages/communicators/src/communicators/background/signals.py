@@ -48,8 +48,7 @@ class TransportSignals(Signals, Driven):
         if not isinstance(self._line, SignalLine):
             raise wrong_return(comm.transport, "signal_line", self._line, "a SignalLine")
         self._others = frozenset(range(comm.size)) - {comm.rank}
-        self._waiting: dict[int, dict[int, None]] = {peer: {} for peer in range(comm.size)}  # ordered sets
-        self._active: set[int] = set()  # peers for which something waits or is in flight
+        self._waiting: dict[int, dict[int, None]] = {}  # ordered sets; of peers to whom something waits or is in flight
         self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
         self._left: dict[int, float] = {}  # since when a peer is known to have departed
         self._lock = threading.Lock()
@@ -65,7 +64,7 @@ class TransportSignals(Signals, Driven):
 
     @property
     def woken(self) -> bool:
-        idle = not self._active and not self._closed and len(self._unread) < MOST_UNREAD
+        idle = not self._waiting and not self._closed and len(self._unread) < MOST_UNREAD
         return idle and self._control.transport.notices
 
     @property
@@ -147,12 +146,11 @@ class TransportSignals(Signals, Driven):
         departed = self.departed
         with self._lock:
             self._refuse_if_closed()
-            peers = [peer for peer in peers if peer not in departed and value not in self._waiting[peer]]
+            peers = [peer for peer in peers if peer not in departed and value not in self._waiting.get(peer, {})]
             for peer in peers:
-                refuse_too_many_waiting(peer, len(self._waiting[peer]))
+                refuse_too_many_waiting(peer, len(self._waiting.get(peer, {})))
             for peer in peers:
-                self._waiting[peer][value] = None
-            self._active.update(peers)
+                self._waiting.setdefault(peer, {})[value] = None
 
     def _take(self) -> list[tuple[int, int]]:
         with self._lock:
@@ -183,10 +181,10 @@ class TransportSignals(Signals, Driven):
     def _go_on(self) -> bool:
         """Receives and sends what there is; True at the end."""
         came = self._receive()
-        went = bool(self._active or self._closed) and self._send_waiting()
+        went = bool(self._waiting or self._closed) and self._send_waiting()
         if came or went:
             self.progressed = time.monotonic()
-        if self._closed and not self._active and all(self._finished_with(peer) for peer in self._others):
+        if self._closed and not self._waiting and all(self._finished_with(peer) for peer in self._others):
             self._end()
             return True
         return False
@@ -215,12 +213,12 @@ class TransportSignals(Signals, Driven):
         went, departed = False, self.departed
         with self._lock:
             if self._closed:  # in the lock: what was put before comes before
-                self._active |= self._others - self._told
-            active = list(self._active)
+                self._waiting = {**{peer: {} for peer in self._others - self._told}, **self._waiting}
+            active = list(self._waiting)
         for peer in active:
             if peer in departed:
                 with self._lock:
-                    self._active.discard(peer)
+                    del self._waiting[peer]
             elif self._sent(peer):
                 went = self._send_next(peer) or went
         return went
@@ -247,7 +245,7 @@ class TransportSignals(Signals, Driven):
             return False
 
     def _next_for(self, peer: int) -> tuple[list[int], bool]:
-        """Values of the next message to a peer, and whether it is the last; a peer without one is no longer active."""
+        """Values of the next message to a peer, and whether it is the last; without one nothing waits any more."""
         with self._lock:
             waiting = self._waiting[peer]
             values = list(waiting)[:MOST_VALUES]
@@ -257,7 +255,7 @@ class TransportSignals(Signals, Driven):
             if last:
                 self._told.add(peer)
             if not values and not last:
-                self._active.discard(peer)
+                del self._waiting[peer]
             return values, last
 
     def _finished_with(self, peer: int) -> bool:

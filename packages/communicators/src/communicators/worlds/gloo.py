@@ -65,7 +65,7 @@ class GlooTransport(Transport):
         self._data = in_time(lambda: GlooGroup(shared, rank, size, connections), rank, left, UNCONNECTED)
         self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
         self._messages = EagerMessages(self._data)
-        self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
+        self._control = Mailbox(self._data, CONTROL_TAG, CONTROL_BYTES)
         self._end = weakref.finalize(self, self._data.end, timeout=1.0)  # without close(): of a destroyed group
         self._end.atexit = False
 
@@ -137,10 +137,7 @@ class GlooTransport(Transport):
         self._end()
 
     def signal_line(self) -> Mailbox:
-        return self._mailbox(SIGNAL_TAG, SIGNAL_BYTES)
-
-    def _mailbox(self, tag: int, nbytes: int) -> Mailbox:
-        return Mailbox(self._data, self.rank, self.size, tag=tag, nbytes=nbytes)
+        return Mailbox(self._data, SIGNAL_TAG, SIGNAL_BYTES)
 
 
 @dataclass(eq=False)
@@ -186,10 +183,10 @@ class Mailbox(SignalLine):
     for it.
     """
 
-    def __init__(self, data: GlooGroup, rank: int, size: int, *, tag: int, nbytes: int) -> None:
+    def __init__(self, data: GlooGroup, tag: int, nbytes: int) -> None:
         self._data, self._tag, self._nbytes = data, tag, nbytes
         self._sending: dict[int, Wait] = {}  # the last message to each peer
-        self._coming = {peer: self._post(peer) for peer in range(size) if peer != rank}
+        self._coming = {peer: self._post(peer) for peer in data.others}
 
     def send(self, peer: int, message: bytes) -> None:
         """Sends a message, also after others that are in flight; does not block."""
