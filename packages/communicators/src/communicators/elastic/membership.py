@@ -85,7 +85,7 @@ class Membership(Communicator):
         self._taking: Work[Any] | None = None
         self._no_state: CollectiveError | None = None  # why it does not come
         self._failures = 0  # attempts of this newcomer to take a state
-        self.leaving = self._over = self._joining = self._tells_end = self._failed = False
+        self.leaving = self._over = self._joining = self._failed = False
         self._thread = 0  # of the last commit, or of who began to draw since
         self._words = [0]  # of all ranks, in the last commit
         self._dealer = Dealer()
@@ -516,9 +516,7 @@ class Membership(Communicator):
             self._retire(self._inner)
         self._sent[0] -= inner.bytes_sent  # of the same counters, in a simulated world
         self._sent[1] -= inner.messages_sent
-        if not self._tells_end:
-            self._tells_end = True
-            self._board.at_exit(self._tell_end)  # the engine departs
+        self._board.at_exit(self._tell_end)  # the engine departs
         self._record, self._inner, self._words, self._unserved = record, inner, [0], record.joined
         self._names, self._failed = record.members, False
 

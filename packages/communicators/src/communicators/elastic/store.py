@@ -185,8 +185,9 @@ class StoreBoard(Board):
             return tuple(name for name, reached in zip(names, pool.map(reaches, names), strict=True) if not reached)
 
     def at_exit(self, close: Callable[[], object]) -> None:
+        if self._close is None:
+            atexit.register(self._end)
         self._close = close
-        atexit.register(self._end)
 
     def retire(self) -> None:
         self._close = None

@@ -50,7 +50,6 @@ class SimulatedSignals(Signals):
         self._waiting: Counter[int] = Counter()  # on their way, or come and not polled, by peer
         self._watch: Watch | None = None
         self.closing = False
-        self._ended, self._ended_here = frozenset[int](), set[int]()  # places in the world; of those, ranks here
         self._group.members[self.rank] = self
         self._loop.outliving.add(self._context)
         self._loop.wish(partial(self._loop.guarded, self._context, self._place, self._hear_early))
@@ -84,9 +83,7 @@ class SimulatedSignals(Signals):
 
     @property
     def departed(self) -> frozenset[int]:
-        if (ended := self._loop.ended) is not self._ended:
-            self._ended, self._ended_here = ended, {r for r, place in enumerate(self._places) if place in ended}
-        return frozenset((self._ended_here | self._group.left) - {self.rank})
+        return frozenset({*self._comm.ended, *self._group.left} - {self.rank})
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         context = (*self._context, zlib.crc32(facts.encode()))
@@ -136,10 +133,8 @@ class SimulatedSignals(Signals):
 
     def _post(self, peer: int) -> None:
         """Sends a signal, which takes the time of a message of SIGNAL_BYTES, or none to the rank itself."""
-        seconds = (
-            0.0 if peer == self.rank else max(self._loop.seconds_for(self._place, self._places[peer], SIGNAL_BYTES))
-        )
         there = self._places[peer]
+        seconds = 0.0 if peer == self.rank else max(self._loop.seconds_for(self._place, there, SIGNAL_BYTES))
         arrive = partial(self._loop.guarded, self._context, there, partial(self._arrive, peer))
         self._loop.after(seconds, partial(self._loop.let_through, self._place, there, arrive))
 
