@@ -49,7 +49,8 @@ class MPISignalLine(SignalLine):
     """Signal line over MPI. comm: a duplicate of our own. abandon: keeps alive what MPI may still touch.
 
     A message is sent in synchronous mode, so that none counts as sent before its receiver has matched it: what a peer
-    does not read waits here, and not without bound in its MPI.
+    does not read waits here, and not without bound in its MPI. A receive is always posted: where a probe finds what has
+    come, a signal takes twice as long.
     """
 
     def __init__(self, comm: MPI.Comm, abandon: Callable[..., None]) -> None:
