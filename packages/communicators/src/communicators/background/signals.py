@@ -4,27 +4,23 @@ One message at a time is in flight to each peer; it carries what has gathered me
 more will come. So memory is bounded, and a rank that has heard that from all peers has heard all of their signals.
 """
 
-from __future__ import annotations
-
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from communicators import errors
-from communicators.background.control import RequestedAbort
-from communicators.background.engine import Driven
+from communicators.background.control import Control, RequestedAbort
+from communicators.background.engine import Driven, Engine
 from communicators.background.sends import GRACE_SECONDS
 from communicators.background.transport import PeerLost, SignalLine, wrong_return
+from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
-
-if TYPE_CHECKING:
-    from communicators.background.transport_communicator import TransportCommunicator
 
 MOST_VALUES = 64
 """Most values in one message."""
@@ -39,14 +35,17 @@ _HEAD = struct.Struct("<IHH")  # checksum of the rest, whether it is the last on
 
 
 class TransportSignals(Signals, Driven):
-    """Signals of one rank over a communicator that carries nothing else; the engine sends and receives them."""
+    """Signals of one rank over a communicator that carries nothing else; the engine sends and receives them.
 
-    def __init__(self, comm: TransportCommunicator, on_signal: OnSignal | None) -> None:
+    control, engine: the communicator's.
+    """
+
+    def __init__(self, comm: Communicator, control: Control, engine: Engine, on_signal: OnSignal | None) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
-        self._comm, self._control, self._engine = comm, comm.control, comm.engine
-        self._line = comm.transport.signal_line()
+        self._comm, self._control, self._engine = comm, control, engine
+        self._line = control.transport.signal_line()
         if not isinstance(self._line, SignalLine):
-            raise wrong_return(comm.transport, "signal_line", self._line, "a SignalLine")
+            raise wrong_return(control.transport, "signal_line", self._line, "a SignalLine")
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._waiting: dict[int, dict[int, None]] = {}  # ordered sets; of peers to whom something waits or is in flight
         self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
@@ -100,7 +99,7 @@ class TransportSignals(Signals, Driven):
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         if not self._comm.outlives_ranks:
             return super().attempt(schedule, members, facts=facts)
-        return self._comm.aside(schedule, members, facts=facts)
+        return cast(Attempt, self._comm.aside(schedule, members, facts=facts))
 
     def leave(self, why: str) -> None:
         self._control.depart(why)

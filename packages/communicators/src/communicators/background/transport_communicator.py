@@ -461,7 +461,7 @@ class TransportCommunicator(Communicator):
                 "rc.thread_level, or start MPI with it"
             )
         comm = self._duplicated("signals", self.transport.duplicate_for_signals)
-        return TransportSignals(comm, on_signal)
+        return TransportSignals(comm, comm.control, comm.engine, on_signal)
 
     def _duplicated(self, what: str, make: Callable[[float], Transport]) -> TransportCommunicator:
         self._duplicates = [made for made in self._duplicates if not made.closed]

@@ -7,16 +7,14 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule, among
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
-from communicators.simulated.event_loop import POLL_SECONDS
-from communicators.simulated.ranks import Watch
-
-if TYPE_CHECKING:
-    from communicators.simulated.world import SimulatedCommunicator
+from communicators.simulated.event_loop import POLL_SECONDS, EventLoop
+from communicators.simulated.ranks import Context, Watch
 
 SIGNAL_BYTES = 8
 
@@ -34,18 +32,27 @@ class SignalGroup:
 
 
 class SimulatedSignals(Signals):
-    """Signals of one simulated rank. comm: a duplicate that carries nothing else.
+    """Signals of one simulated rank. comm: a duplicate that carries nothing else. places: of its ranks in the world.
 
     Between two ranks the first that was sent is the first to come, whatever the jitter. One that is on its way is not
     sent again. closing: it sends no more. hasty: whether a wait has its time-out; else, where nothing more can happen,
     a deadlock is reported.
     """
 
-    def __init__(self, comm: SimulatedCommunicator, on_signal: OnSignal | None, *, hasty: bool) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        loop: EventLoop,
+        context: Context,
+        places: Sequence[int],
+        on_signal: OnSignal | None,
+        *,
+        hasty: bool,
+    ) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
-        self._comm, self._loop, self._context, self._hasty = comm, comm.loop, comm.context, hasty
-        self._place, self._places = comm.place, comm.places
-        self._group: SignalGroup = comm.loop.signals.setdefault(comm.context, SignalGroup())
+        self._comm, self._loop, self._context, self._hasty = comm, loop, context, hasty
+        self._place, self._places = places[comm.rank], places
+        self._group: SignalGroup = loop.signals.setdefault(context, SignalGroup())
         self._sent: defaultdict[int, deque[int]] = defaultdict(deque)  # on their way, by peer
         self._waiting: Counter[int] = Counter()  # on their way, or come and not polled, by peer
         self._watch: Watch | None = None

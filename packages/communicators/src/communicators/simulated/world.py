@@ -194,7 +194,8 @@ class SimulatedCommunicator(Communicator):
         """Signals of a duplicate; the loop calls `on_signal` between the turns of ranks."""
         if not self.outlives_ranks:
             return super().signals(on_signal)
-        return SimulatedSignals(self.duplicate(), on_signal, hasty=self.hasty)
+        made = self.duplicate()
+        return SimulatedSignals(made, self.loop, made.context, self.places, on_signal, hasty=self.hasty)
 
     def split(self, color: int) -> SimulatedCommunicator:
         """A communicator of the ranks that give the same color, in their order, as MPI's Split. Collective."""
