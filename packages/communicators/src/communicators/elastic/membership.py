@@ -138,11 +138,6 @@ class Membership(Communicator):
         return self._first_size
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Device of the payloads of the current group."""
-        return self.group.device
-
-    @property
     def bytes_sent(self) -> int:  # type: ignore[override]
         """Bytes sent in all generations."""
         return self._sent[0] + (self._inner.bytes_sent if self._inner else 0)

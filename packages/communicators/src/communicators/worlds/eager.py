@@ -131,15 +131,13 @@ class _Inbox:
         """Hands on what has come into the first room."""
         with self._lock:
             room, _ = self._posted.popleft()
-            if self._waiting is not None and self._waiting.error is not None:
-                self._failure = self._waiting.error
+            try:
+                if self._waiting is not None and self._waiting.error is not None:
+                    raise self._waiting.error
+                self._sort(room)
+            except Exception as error:  # else all that is asked for would wait for ever
+                self._failure = error.with_traceback(None)
                 self._posted.clear()
-            else:
-                try:
-                    self._sort(room)
-                except Exception as error:  # else all that is asked for would wait for ever
-                    self._failure = error.with_traceback(None)
-                    self._posted.clear()
             self._post_rooms()
             return self._next()
 
