@@ -15,7 +15,7 @@ from torch import Tensor
 
 from local_sgd.at_rest import AtRest
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
-from local_sgd.compression import CompressedAveraging, Compression
+from local_sgd.compression import CompressedAveraging, ResidualSum
 from local_sgd.fragments import Fragment, Fragments, fragments_of
 from local_sgd.inner_state import inner_state
 from local_sgd.parts import by_name, digest, parts_of, refuse_other_shapes
@@ -72,10 +72,10 @@ class Driver:
     blocks.
 
     parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries; nearest:
-    between two exchanges, of which a boundary may have several. fragments: exchanges, among all ranks. comms: what they
-    go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary. agreed:
-    facts that ranks compared at the beginning. needs: keys of `state_dict` that must be there. at_rest: watch over the
-    parameters, with `verify`.
+    between two exchanges, of which a boundary may have several. fragments: exchanges, among all ranks. sums: what they
+    are compressed by; None: nothing is. comms: what they go over. drained: all ranks hold the model. loaded: whether a
+    state was loaded since the last boundary. agreed: facts that ranks compared at the beginning. needs: keys of
+    `state_dict` that must be there. at_rest: watch over the parameters, with `verify`.
     """
 
     two_levels = False
@@ -84,10 +84,8 @@ class Driver:
     inelastic: ClassVar[str] = ""
     """Reason why its ranks cannot come and go."""
 
-    def __init__(
-        self, compression: Compression | None = None, fragments: Fragments = 1, delay: int | None = None
-    ) -> None:
-        self.compression, self.delay = compression or Compression(), delay
+    def __init__(self, sums: ResidualSum | None = None, fragments: Fragments = 1, delay: int | None = None) -> None:
+        self.sums, self.delay = sums, delay
         self.by_fragment, self._asked = delay is not None, fragments
         self._turn = self._launched = 0  # the next fragment; how many were launched in this block
         self.before: list[Tensor] = []  # last means, at this rank's end
@@ -97,7 +95,7 @@ class Driver:
     def facts(self) -> dict[str, Any]:
         """Settings that ranks must share, by name."""
         delay = {"delay": self.delay} if self.by_fragment else {}
-        return {**delay, "compress": self.compression} if self.compression else delay
+        return delay if self.sums is None else {**delay, "compress": self.sums}
 
     def begin(self, owner: Wrapping, rule: Rule, block: Block, buffers: Buffers, settings: Settings) -> None:
         """Starts the rule's state from x, the model, which all ranks hold; nothing is launched yet."""
@@ -112,7 +110,8 @@ class Driver:
             for piece in fragments_of(owner.trained, self._asked)
         ]
         self.parts = [part for _, parts in self._pieces for part in parts]
-        self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
+        if self.sums is not None:
+            self.sums.begin(self.parts, self.comm, self.what)
         self._policy = settings.get("inner_state", "keep")
         self._share_inner_state = inner_state(self._policy, owner.optimizer, self.comm, self.what)
         self._verify: int | None = settings.get("verify")
@@ -292,7 +291,7 @@ class Driver:
             raise ValueError(f"the state is of {1 + ('near' in state)} levels, sync_every of {1 + self.two_levels}")
         theirs, kind = state.get("residuals", {}).get("kind"), None if self.sums is None else self.sums.kind
         if theirs != kind:
-            raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {kind}")
+            raise ValueError(f"the state is of compression {theirs}, but compress={self.sums!r} is {kind}")
         if self.sums is not None and self._is_own(state):
             self.sums.check(state["residuals"]["parts"])
         if "rounds" in state and "rounds" not in self.needs:

@@ -340,7 +340,7 @@ class PeriodicAveraging(Wrapping):
 
     def _refuse_misfits(self, *, native: bool, shares: Sequence[float] | None) -> None:
         """Raises ValueError for settings that do not go together, or not where a rank may die."""
-        driver, compress = self._driver, self._driver.compression
+        driver, compress = self._driver, self._driver.sums
         if native and (self.rule.overlaps or driver.by_fragment):
             raise ValueError(f"native=True waits for the transport, but {self.what} goes on meanwhile: leave it out")
         if native and compress:
