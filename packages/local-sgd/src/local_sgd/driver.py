@@ -17,7 +17,7 @@ from local_sgd.at_rest import AtRest
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
 from local_sgd.compression import CompressedAveraging, ResidualSum
 from local_sgd.fragments import Fragment, Fragments, fragments_of
-from local_sgd.inner_state import inner_state
+from local_sgd.inner_state import average_inner_state, averaged_entries
 from local_sgd.parts import by_name, digest, parts_of, refuse_other_shapes
 from local_sgd.rule import Part, Rule
 from local_sgd.settings import Every, Settings, whole
@@ -44,8 +44,8 @@ class Block:
     def count(self, weight: float) -> bool:
         """Counts one step; returns whether it was the block's last."""
         if self.done == 0:
-            length = self.every(self.steps) if callable(self.every) else self.every
-            self.length = whole(f"sync_every({self.steps})", length, " of steps")
+            every, name = self.every, f"sync_every({self.steps})"
+            self.length = whole(name, every(self.steps), " of steps") if callable(every) else every
         self.steps, self.done, self.weight = self.steps + 1, self.done + 1, self.weight + weight
         return self.done >= self.length
 
@@ -112,8 +112,9 @@ class Driver:
         self.parts = [part for _, parts in self._pieces for part in parts]
         if self.sums is not None:
             self.sums.begin(self.parts, self.comm, self.what)
+        self._shares_buffers = settings.get("buffers", "keep") != "keep"
         self._policy = settings.get("inner_state", "keep")
-        self._share_inner_state = inner_state(self._policy, owner.optimizer, self.comm, self.what)
+        self._averaged = averaged_entries(owner.optimizer) if self._policy == "average" else []
         self._verify: int | None = settings.get("verify")
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
         self.loaded = False
@@ -222,7 +223,7 @@ class Driver:
         if not self.rule.mean_is_model:
             return self.anchors(drafts)
         averaging = Averaging(comm, self.what, **self._sum, call="averaged_model")
-        weight = self.own_weight(self.block) if self._weighted else 1.0
+        weight = self.own_weight(self.fragments[0]) if self._weighted else 1.0
         return averaging.now(xs, weight, finished=False).means or averaging.now(xs, 1.0, finished=False).means
 
     def give_up(self, error: BaseException) -> None:
@@ -398,7 +399,7 @@ class Driver:
         self.block.boundaries += 1
 
     def own_weight(self, block: Block | Fragment) -> float:
-        """Weight of this rank in the mean at the end of its block, or of a fragment's."""
+        """Weight of this rank in a mean, by its steps since the last one."""
         return block.weight if self._weighted else float(block.done > 0)
 
     def refuse_undrained(self, unfinished: int) -> None:
@@ -459,7 +460,7 @@ class Driver:
             self._compare_shared(fragment)
         if not self.rule.overlaps:
             xs = [part.gather() for part in fragment.parts]
-        weight, counts = self.own_weight(fragment if self.by_fragment else self.block), self._counts(fragment)
+        weight, counts = self.own_weight(fragment), fragment.done > 0  # one that has finished has had no steps
         travels, last = bool(self.rule.overlaps or self.delay), self._turn == len(self.fragments) - 1
         if last and travels:
             self._share(counts)
@@ -479,9 +480,15 @@ class Driver:
         return arrived
 
     def _share(self, counts: bool) -> None:
-        """Shares inner states and buffers; counts: see `_counts`."""
-        self._share_inner_state(counts)
-        self.buffers.at_boundary(counts=counts)
+        """Shares inner states and buffers; counts: whether this rank has had steps since the last time."""
+        inner = self.owner.optimizer
+        if self._policy == "reset":
+            inner.state.clear()
+        elif self._policy == "average":
+            facts = f"inner state of {self.what}"
+            average_inner_state(inner, self._averaged, self.comm, facts=facts, counts=counts)
+        if self._shares_buffers:
+            self.buffers.at_boundary(counts=counts)
 
     def _take(self, fragment: Fragment, arrived: Arrived, xs: list[Tensor] | None = None) -> list[Tensor]:
         """Applies the rule to a fragment, and returns x after it; xs: x before it, where that is known."""
@@ -498,16 +505,12 @@ class Driver:
         self._opens = bool(arrived.unfinished)
         return xs
 
-    def _counts(self, fragment: Fragment) -> bool:
-        """Whether this rank has had steps since a fragment's last exchange; one that has finished has not."""
-        return (fragment if self.by_fragment else self.block).done > 0
-
     def _set_rates(self, fragment: Fragment) -> None:
         """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
         rates = torch.tensor([group.get("lr", math.nan) for group in self.owner.param_groups], dtype=torch.float64)
         if self.rule.needs_rate:
             facts = f"learning rates of {self.what}"
-            average_tensors([rates], self.comm, facts=facts, counts=self._counts(fragment))
+            average_tensors([rates], self.comm, facts=facts, counts=fragment.done > 0)
         for part in fragment.parts:
             part.rate = float(rates[part.group])
 

@@ -9,8 +9,8 @@ from communicators import CollectiveError, Communicator, Elastic
 from replicas import ElasticRounds, check_like
 from torch import Tensor
 
-from local_sgd.driver import Block, Driver, shared_state
-from local_sgd.fragments import Fragment, Fragments
+from local_sgd.driver import Driver, shared_state
+from local_sgd.fragments import Fragments
 from local_sgd.outer import OuterStep
 from local_sgd.parts import by_name
 from local_sgd.settings import Settings
@@ -185,7 +185,7 @@ class OuterRounds(Driver):
     def _end(self, *, most: int | None, drains: bool) -> None:
         self._refuse_changed()
         self.next_boundary(self.fragments[0].averaging)
-        last = {turn: self._given(turn) for turn in range(len(self.fragments)) if self.own_weight(self._count(turn))}
+        last = {turn: self._given(turn) for turn, held in enumerate(self.fragments) if self.own_weight(held)}
         self._used = True
         if self._elastic is not None and not self._ended:
             self._meet(self._elastic, last, finished=most is None, drains=drains)
@@ -326,10 +326,6 @@ class OuterRounds(Driver):
         theirs = state["rounds"].get("residuals", [])
         return theirs if self._is_own(state) and any(theirs) and any(self._rounds.residuals) else []
 
-    def _count(self, turn: int) -> Block | Fragment:
-        """Counter of the steps since a fragment was given."""
-        return self.fragments[turn] if self.by_fragment else self.block
-
     def _base(self, turn: int) -> list[Tensor]:
         """Vectors from which a fragment's change is reckoned."""
         return self._bases.get(turn) or [part["anchor"] for part in self.fragments[turn].parts]
@@ -337,7 +333,7 @@ class OuterRounds(Driver):
     def _given(self, turn: int) -> tuple[list[Tensor], float]:
         """Change of a fragment, and its weight; from now on it counts as given."""
         fragment = self.fragments[turn]
-        weight, xs = self.own_weight(self._count(turn)), [part.gather() for part in fragment.parts]
+        weight, xs = self.own_weight(fragment), [part.gather() for part in fragment.parts]
         changes = [base - x for base, x in zip(self._base(turn), xs, strict=True)]
         self._bases[turn] = xs
         fragment.done, fragment.weight = 0, 0.0
