@@ -147,9 +147,7 @@ class CosineMean(ChunkMean):
     def in_basis(self, part: Part, x: Tensor) -> Tensor:
         found = [x.new_empty(0)]
         for view in part.bucket.views(x):
-            blocks = in_blocks(view, self._chunk)
-            height, width = blocks.shape[-2:]
-            found.append(product(cosines(height, x), blocks, cosines(width, x).T).reshape(-1))
+            found.append(transformed(in_blocks(view, self._chunk)).reshape(-1))
         return torch.cat(found)
 
     def out_of_basis(self, part: Part, mean: Tensor) -> Tensor:
@@ -159,8 +157,7 @@ class CosineMean(ChunkMean):
         change = torch.empty_like(mean)
         for to, rows in zip(part.bucket.views(change), self._by_tensor(part, mean), strict=True):
             blocks = in_blocks(to, self._chunk)
-            height, width = blocks.shape[-2:]
-            blocks.copy_(product(cosines(height, mean).T, rows.view(blocks.shape), cosines(width, mean)).sign_())
+            blocks.copy_(transformed(rows.view(blocks.shape), back=True).sign_())
         return change
 
     def encoded(self, part: Part, x: Tensor) -> Tensor:
@@ -208,10 +205,11 @@ def in_blocks(x: Tensor, chunk: int) -> Tensor:
     return x.view(rows // height, height, columns // width, width).transpose(1, 2)
 
 
-def product(left: Tensor, blocks: Tensor, right: Tensor) -> Tensor:
-    """left · blocks · right in the precision of blocks, also inside autocast."""
+def transformed(blocks: Tensor, *, back: bool = False) -> Tensor:
+    """Cosine transforms of blocks of (…, height, width), or back, in their own precision also inside autocast."""
+    down, across = (cosines(side, blocks.dtype, blocks.device) for side in blocks.shape[-2:])
     with torch.autocast(blocks.device.type, enabled=False):
-        return left @ blocks @ right
+        return down.T @ blocks @ across if back else down @ blocks @ across.T
 
 
 @cache
@@ -220,13 +218,9 @@ def side(length: int, chunk: int) -> int:
     return next((side for side in range(min(length, chunk), 0, -1) if length % side == 0), 1)
 
 
-def cosines(side: int, like: Tensor) -> Tensor:
-    """Orthonormal matrix of the cosine transform (DCT-II): a row for each frequency."""
-    return _cosines(side, like.dtype, like.device)
-
-
 @cache
-def _cosines(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def cosines(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Orthonormal matrix of the cosine transform (DCT-II): a row for each frequency."""
     places = torch.arange(side, dtype=torch.float64)
     found = torch.cos(math.pi / side * torch.outer(places, places + 0.5)) * math.sqrt(2 / side)
     found[0] /= math.sqrt(2)

@@ -95,12 +95,23 @@ class ChunkMean(ResidualSum):
     def encoded(self, part: Part, x: Tensor) -> Tensor:
         """Message of the largest coefficients, as bytes; zeros in it do not count."""
         del part
-        return encoded(x, self._density)
+        pieces = [_encoded(rows, self._count(rows)) for rows in _rows(x)]
+        return torch.cat(pieces) if pieces else x.new_empty(0, dtype=torch.uint8)
 
     def decoded(self, part: Part, message: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Places, each once, and values in a message of a vector like that one."""
+        """Places, each once, and values in a message of a vector like that one; zeros were not sent."""
         del part
-        return decoded(message, like, self._density)
+        at = [torch.empty(0, dtype=torch.int64, device=like.device)]
+        found, begin, first = [like.new_empty(0)], 0, 0
+        for rows in _rows(like):
+            count = self._count(rows)
+            end = begin + 4 * len(rows) + 7 * -(-len(rows) * count // 4)
+            places, values = _decoded(message[begin:end], len(rows), count, like.dtype)
+            starts = first + CHUNK * torch.arange(len(rows), device=like.device)
+            at.append((places + starts[:, None]).view(-1))
+            found.append(values.view(-1))
+            begin, first = end, first + rows.numel()
+        return torch.cat(at), torch.cat(found)
 
     def select(self, part: Part, x: Tensor, weight: float) -> Selected:
         residual = self.residuals[id(part)]
@@ -122,6 +133,9 @@ class ChunkMean(ResidualSum):
             places, values = self.decoded(selected.part, selected.sent, selected.given)
             self.residuals[id(selected.part)] = selected.given.index_add_(0, places, values, alpha=-1)
 
+    def _count(self, rows: Tensor) -> int:
+        return max(1, round(self._density * rows.shape[1]))
+
     def _mean(self, selected: Selected) -> Schedule[Tensor]:
         message, like, comm = selected.sent, selected.given, self._comm
         total, senders = torch.zeros_like(like), torch.zeros_like(like)
@@ -130,31 +144,6 @@ class ChunkMean(ResidualSum):
             total.index_add_(0, places, values)
             senders.index_add_(0, places, (values != 0).to(values))
         return total.div_(senders.clamp_(min=1))
-
-
-def encoded(x: Tensor, density: float) -> Tensor:
-    """Bytes of the largest elements of each chunk of 1-D x."""
-    pieces = [_encoded(rows, _count(rows, density)) for rows in _rows(x)]
-    return torch.cat(pieces) if pieces else x.new_empty(0, dtype=torch.uint8)
-
-
-def decoded(message: Tensor, like: Tensor, density: float) -> tuple[Tensor, Tensor]:
-    """Places, each once, and values of the elements in a message of a vector like that one; zeros were not sent."""
-    at = [torch.empty(0, dtype=torch.int64, device=like.device)]
-    found, begin, first = [like.new_empty(0)], 0, 0
-    for rows in _rows(like):
-        count = _count(rows, density)
-        end = begin + 4 * len(rows) + 7 * -(-len(rows) * count // 4)
-        places, values = _decoded(message[begin:end], len(rows), count, like.dtype)
-        starts = first + CHUNK * torch.arange(len(rows), device=like.device)
-        at.append((places + starts[:, None]).view(-1))
-        found.append(values.view(-1))
-        begin, first = end, first + rows.numel()
-    return torch.cat(at), torch.cat(found)
-
-
-def _count(rows: Tensor, density: float) -> int:
-    return max(1, round(density * rows.shape[1]))
 
 
 def _rows(x: Tensor) -> Iterator[Tensor]:
