@@ -273,21 +273,16 @@ class Driver:
             )
         if lacking := [key for key in self.needs if key not in state]:
             raise ValueError(f"the state lacks {lacking}: it was cut, or is of other settings of {self.what}")
-        plain = {
-            "turn": 0,
-            "launched": 0,
-            "drained": False,
-            "parameters": -1,
-            "rates": [0.0],
-            "block": self.block.state_dict(),
-        }
+        groups, plain = self.owner.param_groups, {"turn": 0, "launched": 0, "drained": False, "parameters": -1}
+        rate = 0.0 if all("lr" in group for group in groups) else math.nan
         check_like({"turn": 0, "launched": 0, **state}, plain, "")
+        check_like(state, {"rates": [rate], "block": self.block.state_dict()}, "")
         rounded = [part for part in self.parts if part.remainder is not None]
         refuse_other_shapes("remainders", state.get("remainders", {}), rounded)
         for name in self.rule.kept:
             refuse_other_shapes(name, state["kept"].get(name, {}), self.parts)
-        if len(state["rates"]) != (groups := len(self.owner.param_groups)):
-            raise ValueError(f"the state has {len(state['rates'])} parameter groups, the optimizer {groups}")
+        if len(state["rates"]) != len(groups):
+            raise ValueError(f"the state has {len(state['rates'])} parameter groups, the optimizer {len(groups)}")
         if ("near" in state) != self.two_levels:
             raise ValueError(f"the state is of {1 + ('near' in state)} levels, sync_every of {1 + self.two_levels}")
         theirs, kind = state.get("residuals", {}).get("kind"), None if self.sums is None else self.sums.kind
