@@ -385,7 +385,8 @@ class PartialAllreduce:
                 check_alike("results", [result["total"]], [likes[result["fragment"]]])
             machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
             facts = f"going on with partial rounds from {machine}"
-            self._restore(state, joins=joins)  # before any rank goes on, and its signals come
+            with self._lock:  # before any rank goes on, and its signals come
+                self._restore(state, joins=joins)
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
         with self._lock:
             self._do(self._machine.rested(self._machine.stage))
@@ -542,17 +543,16 @@ class PartialAllreduce:
             for rank in silent:
                 self._do(self._machine.gone(rank))
 
-    def _restore(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
-        """Restores what `state` gave, before the first round. joins: a peer's state, whose deposits stay there."""
-        with self._lock:
-            owes_nothing = {"held": [], "waits": False, "given": state["machine"]["round"] - 1}
-            peers = {**owes_nothing, "stage": Stage.RUNNING} if joins else {}
-            self._machine.restore({**state["machine"], **peers})
-            if not joins:
-                for deposits, theirs in zip(self._deposits, state["deposits"], strict=True):
-                    deposits.restore(theirs)
-                self._residuals, self._leaving = _copies(state["residuals"]), state["leaving"]
-            self._results = [PartialResult(**result) for result in state["results"]]
+    def _restore(self, state: Mapping[str, Any], *, joins: bool) -> None:
+        """Restores a state, before the first round. joins: a peer's, whose deposits stay there."""
+        machine, self._results = state["machine"], [PartialResult(**result) for result in state["results"]]
+        if joins:
+            machine = {**machine, "stage": Stage.RUNNING, "held": [], "waits": False, "given": machine["round"] - 1}
+        else:
+            self._residuals, self._leaving = _copies(state["residuals"]), state["leaving"]
+            for deposits, theirs in zip(self._deposits, state["deposits"], strict=True):
+                deposits.restore(theirs)
+        self._machine.restore(machine)
 
     def _between(self) -> dict[str, Any]:
         """State of this rank in the rounds, but for what it has given since the last one."""
