@@ -158,11 +158,6 @@ class Driver:
         """Tensors that only steps and `average()` change."""
         return dict(self.owner.trained)
 
-    def rest(self) -> None:
-        """Ends `average()`: until the next step nobody is to write into parameters."""
-        if self.at_rest is not None:
-            self.at_rest.begin()
-
     def count(self, weight: float) -> None:
         """Counts a step, applies the means that are due, and exchanges what comes next."""
         self.block.count(weight)

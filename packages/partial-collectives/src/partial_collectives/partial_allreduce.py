@@ -163,7 +163,11 @@ class PartialAllreduce:
         self._open()
 
     def _open(self) -> None:
-        """Begins what goes on beside the caller: all of it is dealt with by one thread at a time."""
+        """Begins what goes on beside the caller.
+
+        Everything that happens comes as a signal, also that the collective of a round is over, and is dealt with by one
+        thread at a time: by the process's background engine, or by the loop of a simulated world.
+        """
         rank, size = self.comm.rank, self.comm.size
         self._results: list[PartialResult] = []  # not taken yet; totals are lists of 1-D tensors
         self.lateness, self._arrivals = Lateness(size), Arrivals()
