@@ -376,17 +376,17 @@ class Driver:
                 )
             part.put(x)
 
-    def next_boundary(self, averaging: Averaging) -> None:
-        """Checks, by the facts of this exchange, that ranks come to a boundary alike, and counts it."""
+    def next_boundary(self) -> str:
+        """Counts a boundary; returns the facts of its exchange by which ranks are seen to come to it alike."""
         self.owner.check_exchange()
         since = f", after states of boundary {self.block.boundaries} were loaded on all ranks," if self.loaded else ""
         if self._begun is not None:
             since += f", begun with parameters of hash {self._begun % 2**64:016x} (load weights on all ranks alike),"
-        averaging.agree(since)
         self.loaded, self._begun = False, None
         if self.block.boundaries == 0 and self._policy != "reset":
             warn_of_two_momenta(self.what, self.rule.gain(), self.owner.param_groups, self.block.length)
         self.block.boundaries += 1
+        return since
 
     def own_weight(self, block: Block | Fragment) -> float:
         """Weight of this rank in a mean, by its steps since the last one."""
@@ -433,7 +433,7 @@ class Driver:
         change is launched again when it is awaited, which is the next call of those who had not launched it either.
         """
         fragment, arrived = self.fragments[self._turn], Arrived([], 0.0, self.comm.size)
-        self.next_boundary(fragment.averaging)
+        since = self.next_boundary()
         under_way = [earlier for earlier in self._under_way() if earlier is fragment or self.comm.elastic]
         for earlier in under_way:
             earlier.averaging.wait()
@@ -455,13 +455,13 @@ class Driver:
         if last and travels:
             self._share(counts)
         if at_once := not self.rule.overlaps and (finished or not self.delay):
-            arrived = fragment.averaging.now(xs, weight, finished=finished)
+            arrived = fragment.averaging.now(xs, weight, finished=finished, since=since)
             self._take(fragment, arrived, xs)
         if watch is not None and not fragment.rule.shared_names and arrived.means:
             means = by_name(fragment.parts, arrived.means)
             self.compare(means, f"in the mean at boundary {self.block.boundaries}")
         if not at_once and arrived.unfinished:
-            fragment.averaging.launch(xs, weight, finished=finished)
+            fragment.averaging.launch(xs, weight, finished=finished, since=since)
             fragment.due = math.inf if self.delay is None else self.delay
         fragment.done, fragment.weight = 0, 0.0
         self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)

@@ -114,13 +114,10 @@ class OuterRounds(Driver):
 
     def enter(self) -> None:
         """Makes the rounds, which are all that is exchanged, with all other ranks."""
-        try:
-            self._open()
-        except (AttributeError, TypeError) as error:
-            error.add_note(
-                "allreduce=, without compress=, makes rounds; a sum of what a compressor sends goes with a compressor"
-            )
-            raise
+        if self._elastic is None:
+            self._fixed = self._made(self.comm)
+        self.regrouped()
+        self._used = False
 
     @property
     def _rounds(self) -> Any:
@@ -128,14 +125,13 @@ class OuterRounds(Driver):
 
     def _made(self, comm: Communicator) -> Any:
         like = [[part["anchor"] for part in fragment.parts] for fragment in self.fragments]
-        return self._make(like, comm, **({"weighted": True} if self._weighted else {}))
-
-    def _open(self) -> None:
-        """Makes the rounds; all ranks do."""
-        if self._elastic is None:
-            self._fixed = self._made(self.comm)
-        self.regrouped()
-        self._used = False
+        try:
+            return self._make(like, comm, **({"weighted": True} if self._weighted else {}))
+        except (AttributeError, TypeError) as error:
+            error.add_note(
+                "allreduce=, without compress=, makes rounds; a sum of what a compressor sends goes with a compressor"
+            )
+            raise
 
     def regrouped(self) -> None:
         """Has the others, and newcomers, meet in new rounds."""
@@ -164,7 +160,7 @@ class OuterRounds(Driver):
         while self._launched < self._launches_by_now():
             if len(self._dues) == len(self.fragments):
                 self._take_rounds()
-            self.next_boundary(self.fragments[0].averaging)
+            self.next_boundary()
             self._first, self._used = None, True
             if self._elastic is not None:
                 self._elastic.call()
@@ -184,7 +180,7 @@ class OuterRounds(Driver):
 
     def _end(self, *, most: int | None, drains: bool) -> None:
         self._refuse_changed()
-        self.next_boundary(self.fragments[0].averaging)
+        self.next_boundary()
         last = {turn: self._given(turn) for turn, held in enumerate(self.fragments) if self.own_weight(held)}
         self._used = True
         if self._elastic is not None and not self._ended:
@@ -280,7 +276,7 @@ class OuterRounds(Driver):
             return
         if self._used:
             self._rounds.close()
-            self._open()
+            self.enter()
         rounds = state["rounds"]
         if not state["drained"]:
             self._rounds.load_state_dict(rounds)
@@ -300,7 +296,7 @@ class OuterRounds(Driver):
             self._apply(self._rounds.take())
             return
         self._elastic.begin_anew(state["rounds"]["machine"]["round"], self._own_residuals(state) or None)
-        self._open()
+        self.enter()
 
     def _refuse_changed(self) -> None:
         """Raises CollectiveError here, and tells the others of it, where something has changed at rest."""
