@@ -39,7 +39,7 @@ class DiLoCo(PeriodicAveraging):
         compress: Exchanges Δ in fewer bytes, and adds the residual to the next Δ: see `compressed`. The residual takes
             as much memory as z.
         allreduce: With `compress`, the sum over ranks of compressed Δ: see `compressed`. Without, makes the rounds
-            that sum Δ, allreduce(like, comm): see `Rounds` and `OuterRounds`.
+            that sum Δ, allreduce(like, comm): see `MakeRounds` and `OuterRounds`.
         **settings: See `PeriodicAveraging`.
     """
 
