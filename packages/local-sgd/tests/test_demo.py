@@ -10,7 +10,7 @@ from communicators import SLOT_BYTES, CollectiveError, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from local_sgd import DeMo
-from local_sgd.algorithms.demo import CosineMean, Cosines, in_blocks, side
+from local_sgd.algorithms.demo import CosineMean, in_blocks, side
 from local_sgd.parts import parts_of
 from scipy.fft import dctn, idctn
 
@@ -29,7 +29,9 @@ def mean_of(shapes, *, dtype=torch.float32, **settings):
     """The only part of such parameters, and what averages it on one rank."""
     named = {str(at): p.to(dtype) for at, p in enumerate(parameters(shapes))}
     [part] = parts_of([{"params": list(named.values())}], named, None, None)
-    return part, SimulatedWorld(1).run(lambda comm: CosineMean([part], Cosines(**settings), comm, "DeMo"))[0]
+    mean = CosineMean(**{"topk": 32, "chunk": 64, "decay": 0.95, **settings})
+    SimulatedWorld(1).run(lambda comm: mean.begin([part], comm, "DeMo"))
+    return part, mean
 
 
 def matrix(array):

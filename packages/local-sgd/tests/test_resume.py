@@ -1,6 +1,7 @@
 """Checkpoints: the same bits as uninterrupted, also in mid-block and with an exchange under way."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -385,6 +386,32 @@ def test_loading_while_an_exchange_is_under_way(quadratic, saved):
 
     for one, other in zip(SimulatedWorld(2).run(body), SimulatedWorld(2).run(straight), strict=True):
         assert_same_bits(one, other)
+
+
+class WithoutARate(torch.optim.Optimizer):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"size": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=self.param_groups[0]["size"])
+
+
+def test_an_optimizer_without_a_learning_rate_goes_on(quadratic, saved):
+    def body(comm, stop):
+        task = quadratic(comm.rank)
+        optimizer = make(LocalSGD, task, comm, inner=WithoutARate)
+        task.train(optimizer, range(stop))
+        weights, state = saved((task.model.state_dict(), optimizer.state_dict()))
+        task = quadratic(comm.rank)
+        optimizer = make(LocalSGD, task, comm, inner=WithoutARate)
+        task.model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        return task.train(optimizer, range(stop, STEPS))
+
+    straight, resumed = (SimulatedWorld(3).run(partial(body, stop=stop)) for stop in (0, 5))
+    assert all(map(torch.equal, straight, resumed))
 
 
 @pytest.mark.parametrize("algorithm", [SlowMo, DiLoCo])

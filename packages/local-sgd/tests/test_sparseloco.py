@@ -8,7 +8,7 @@ from communicators import SLOT_BYTES, CollectiveError, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from local_sgd import DiLoCo, SparseLoCo
-from local_sgd.algorithms.sparseloco import CHUNK, decoded, encoded
+from local_sgd.algorithms.sparseloco import CHUNK, ChunkMean
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +24,8 @@ def counts(numel, density):
 
 def sent_of(x, density):
     """As a vector, and a mask of its places."""
-    places, values = decoded(encoded(x, density), x, density)
+    mean = ChunkMean(density=density, decay=1.0)
+    places, values = mean.decoded(None, mean.encoded(None, x), x)
     assert len(places.unique()) == len(places)
     return torch.zeros_like(x).index_copy(0, places, values), torch.zeros(len(x)).index_fill(0, places, 1).bool()
 
@@ -53,7 +54,7 @@ def test_zeros_stay_zeros(x):
 
 @given(NUMELS, DENSITIES)
 def test_bytes_are_14_bits_an_element_and_two_magnitudes_a_chunk(numel, density):
-    nbytes = len(encoded(torch.ones(numel), density))
+    nbytes = len(ChunkMean(density=density, decay=1.0).encoded(None, torch.ones(numel)))
     sent = counts(numel, density)
     assert 14 * sum(sent) / 8 + 4 * len(sent) <= nbytes < 14 * sum(sent) / 8 + 4 * len(sent) + 14
 
@@ -187,7 +188,7 @@ def test_bytes_on_the_way(ranks):
         optimizer.average()
         return comm.bytes_sent - sent
 
-    nbytes = len(encoded(torch.ones(100_000), 1 / 64))
+    nbytes = len(ChunkMean(density=1 / 64, decay=1.0).encoded(None, torch.ones(100_000)))
     for sent in SimulatedWorld(ranks).run(body):
         assert (ranks - 1) * nbytes <= sent < (ranks - 1) * nbytes + 40 * SLOT_BYTES
 

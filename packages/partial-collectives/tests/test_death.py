@@ -181,7 +181,7 @@ def test_who_was_left_out_says_so():
     def body(comm):
         with PartialAllreduce(torch.zeros(1), comm, on_death="shrink", quorum=3) as partial:
             if comm.rank == 0:
-                partial._rounds._do(partial._rounds.machine.gone(1))  # as if its connection was lost
+                partial._do(partial._machine.gone(1))  # as if its connection was lost
             return partial.allreduce(torch.ones(1))[0].members
 
     comms = ranks(3)

@@ -8,8 +8,8 @@ from communicators import CollectiveError, Link, SimulatedWorld
 from mutants import EXTREMES, Tally, mutated
 from partial_collectives import PartialAllreduce
 from partial_collectives.collective import packed, unpacked
+from partial_collectives.partial_allreduce import KINDS
 from partial_collectives.protocol.events import Header, Kind, Stage
-from partial_collectives.rounds import KINDS
 
 
 def test_headers():
@@ -49,7 +49,7 @@ def test_signals():
             for step in range(3):
                 comm.elapse(dice.random())
                 if step == 1 and comm.rank == 2:
-                    rounds._rounds._signals.send(dice.randrange(3), strange(dice))
+                    rounds._signals.send(dice.randrange(3), strange(dice))
                 for result in rounds.allreduce(torch.ones(3)):
                     assert result.total.isfinite().all()
             for _ in rounds.finish():

@@ -112,7 +112,7 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others():
         comm.timeout = 1.0
         rounds = PartialAllreduce(torch.zeros(1), comm, quorum=3)
         if comm.rank == 1:
-            line = rounds._rounds._signals._comm.transport.line
+            line = rounds._signals._comm.transport.line
             line.received = list
             assert stopped.wait(30)
             return None
@@ -137,7 +137,7 @@ def test_where_ranks_come_and_go_others_go_on_without_one_that_does_not_answer()
         comm.hasty = True
         rounds = PartialAllreduce(torch.zeros(1), comm, quorum=2)
         if comm.rank == 1:
-            line = rounds._rounds._signals._comm.transport.line
+            line = rounds._signals._comm.transport.line
             hears, line.received = line.received, list
             if not over.wait(10):  # or rank 0 would wait without end
                 line.received = hears
@@ -161,9 +161,9 @@ def test_two_ranks_that_do_not_hear_each_other_are_found_though_all_others_hear_
     def body(comm):
         comm.timeout = 1.0
         rounds = PartialAllreduce(torch.zeros(1), comm, quorum=5)
-        drawn = rounds._rounds.machine.coordinator
+        drawn = rounds._machine.coordinator
         deaf = {drawn: (drawn + 2) % 5, (drawn + 2) % 5: drawn}.get(comm.rank)
-        line = rounds._rounds._signals._comm.transport.line
+        line = rounds._signals._comm.transport.line
         hears = line.received
         line.received = lambda: [message for message in hears() if message[0] != deaf]
         try:

@@ -1,5 +1,6 @@
 """Commands as people type them: which are understood, and what is started of them."""
 
+import re
 import sys
 from argparse import ArgumentTypeError
 
@@ -7,7 +8,7 @@ import pytest
 from slow_link import Launcher
 from slow_link.__main__ import delay, rate
 from slow_link.launcher import find_mpiexec
-from slow_link.programs import NotUnderstood, program
+from slow_link.programs import program
 
 pytestmark = pytest.mark.quick
 
@@ -72,9 +73,8 @@ def test_anything_else_is_started_as_often_as_asked():
 @pytest.mark.mpi
 @pytest.mark.mpich
 def test_what_is_not_understood_is_refused(words, ranks, reason):
-    with pytest.raises(NotUnderstood) as raised:
+    with pytest.raises(ValueError, match=re.escape(reason)):
         program(words.split(), ranks=ranks)
-    assert reason in str(raised.value)
 
 
 def test_ranks_may_be_said_twice_if_they_agree():

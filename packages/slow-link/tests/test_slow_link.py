@@ -272,15 +272,14 @@ def test_a_link_is_entered_before_ranks_are_started():
             early()
 
 
-@pytest.mark.parametrize("variables", ["store", "mpi_environment"])
-def test_nccl_is_kept_on_the_link_unless_the_user_says_otherwise(variables, monkeypatch):
+def test_nccl_is_kept_on_the_link_unless_the_user_says_otherwise(monkeypatch):
     for name in slow_link_module.NCCL:
         monkeypatch.delenv(name, raising=False)
-    assert getattr(link(), variables)().items() >= {"NCCL_P2P_DISABLE": "1", "NCCL_SOCKET_IFNAME": "e0"}.items()
+    assert link().environment().items() >= {"NCCL_P2P_DISABLE": "1", "NCCL_SOCKET_IFNAME": "e0"}.items()
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")  # which the namespace does not have
-    assert getattr(link(), variables)().items() >= {"NCCL_P2P_DISABLE": "0", "NCCL_SOCKET_IFNAME": "e0"}.items()
-    assert not any(name.startswith("NCCL") for name in getattr(Launcher(ranks=2), variables)())
+    assert link().environment().items() >= {"NCCL_P2P_DISABLE": "0", "NCCL_SOCKET_IFNAME": "e0"}.items()
+    assert not any(name.startswith("NCCL") for name in Launcher(ranks=2).environment())
 
 
 @emulated

@@ -22,7 +22,7 @@ class Arrived:
 
     weight: sum over all ranks; at 0 no rank gave anything, and there is no mean: `means` is empty.
     unfinished: number of ranks that had not finished when they gave theirs; −1 while the means are under way, and are
-    zeros. since: facts of that exchange, see `Averaging.agree`.
+    zeros. since: facts of that exchange, see `Averaging.now`.
     """
 
     means: list[Tensor]
@@ -80,23 +80,19 @@ class Averaging:
         self._arrived: Arrived | None = None
         self._error: Exception | None = None
         self.waited = self.exchanging = self._began = 0.0
-        self._since = self._next_since = ""
+        self._since = ""
 
-    def agree(self, since: str) -> None:
-        """Adds to the facts of the next exchange that it is the first one after `since`."""
-        self._next_since += since
-
-    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
-        """Exchanges the vectors; returns the means as soon as all ranks have come."""
+    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool, since: str = "") -> Arrived:
+        """Exchanges the vectors; returns the means as soon as all ranks have come. since: goes into the facts."""
         with self._keeping_errors():
-            self._since, self._next_since = self._next_since, ""
+            self._since = since
             self._give(vectors, weight, finished)
             return self._take()
 
-    def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
-        """Starts the exchange of the vectors as they are now, of which it takes one copy."""
+    def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool, since: str) -> None:
+        """Starts the exchange of the vectors as they are now, of which it takes one copy. since: as in `now`."""
         with self._keeping_errors():
-            self._since, self._next_since = self._next_since, ""
+            self._since = since
             self._give(vectors, weight, finished)
             try:
                 self._start(start)

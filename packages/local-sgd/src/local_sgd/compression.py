@@ -46,60 +46,6 @@ Allreduce: TypeAlias = Callable[[Any, Communicator], Any]
 
 
 @dataclass(frozen=True)
-class Compression:
-    """Compression that a user asked for.
-
-    compress: "int8", "int4", "int2", a `Sparsifier`, which takes an allreduce, or None: nothing is compressed.
-
-    Raises:
-        TypeError: `compress` is of another type, or a compressor without an allreduce.
-        ValueError: `compress` is another word, or tentative, or there is an allreduce but no compressor.
-    """
-
-    compress: Compress = None
-    allreduce: Allreduce | None = None
-
-    def __post_init__(self) -> None:
-        plain = self.compress is None or isinstance(self.compress, str)
-        if not (self.compress is None or self.compress in BITS if plain else isinstance(self.compress, Sparsifier)):
-            raise (ValueError if plain else TypeError)(
-                f"compress is {self.compress!r}, expected None, one of {tuple(BITS)}, or a compressor with error "
-                "feedback: compress(name, delta), restore(name, dropped), state_dict() and load_state_dict()"
-            )
-        if plain and self.allreduce is not None:
-            raise ValueError(
-                f"allreduce sums what a compressor sends, but compress is {self.compress!r}: leave it out; "
-                f"rounds do it themselves: allreduce=partial(PartialAllreduce, compress={self.compress!r})"
-            )
-        if not plain and not callable(self.allreduce):
-            raise TypeError(
-                f"allreduce is {self.allreduce!r}, but compress is a compressor: give the sum of what it sends, "
-                "allreduce(sent, comm), which returns .total and .dropped"
-            )
-        if getattr(self.compress, "tentative", False):
-            raise ValueError(
-                "compress has tentative=True, but its steps are never committed here, so that it could not be saved: "
-                "leave tentative out; a mean that is not finite is undone without it"
-            )
-
-    def __bool__(self) -> bool:
-        return self.compress is not None
-
-    def __repr__(self) -> str:
-        """Text that is the same on every rank."""
-        return str(self.compress) if isinstance(self.compress, str | None) else type(self.compress).__name__
-
-    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> ResidualSum | SparseSum | None:
-        """Compressed sum of these parts over ranks; None without compression."""
-        if self.compress is None:
-            return None
-        if isinstance(self.compress, str):
-            return RoundedSum(parts, BITS[self.compress], comm, what)
-        assert self.allreduce is not None
-        return SparseSum(parts, self.compress, self.allreduce, comm)
-
-
-@dataclass(frozen=True)
 class Selected:
     """Vector to be summed: its part, what was given, and what is sent of it."""
 
@@ -109,7 +55,7 @@ class Selected:
 
 
 class ResidualSum(ABC):
-    """Sum over ranks of parts, in fewer bytes, with a residual for each part.
+    """Sum over ranks of parts, in fewer bytes, with a residual for each part. Its text is the same on every rank.
 
     Attributes:
         carries_nan: Whether a NaN reaches every rank through the sum itself.
@@ -117,10 +63,11 @@ class ResidualSum(ABC):
         residuals: Residual of each part, by its id.
     """
 
-    carries_nan: ClassVar[bool]
+    carries_nan: ClassVar[bool] = False
     kind: str
 
-    def __init__(self, parts: Sequence[Part], comm: Communicator, what: str) -> None:
+    def begin(self, parts: Sequence[Part], comm: Communicator, what: str) -> None:
+        """Takes the parts, and begins their residuals; `what` names the algorithm in errors."""
         self._parts, self._comm, self._what = parts, comm, what
         self.residuals = {id(part): torch.zeros_like(part.gather()) for part in parts}
 
@@ -134,11 +81,15 @@ class ResidualSum(ABC):
 
     def mean(self, selected: Selected, result: Any, weight: float) -> Tensor:
         """Mean over ranks as a vector, of their total weight."""
-        return _by_weight(selected, result.total, weight)
+        dense: Tensor = result.total if isinstance(result.total, Tensor) else result.total.to_dense()
+        given = selected.given
+        if dense.numel() != given.numel():
+            raise ValueError(f"allreduce gave a total of {dense.numel()} elements for a change of {given.numel()}")
+        return dense.reshape(-1).to(given) / weight
 
     @property
-    def residual_norm(self) -> float:
-        """2-norm of all residuals."""
+    def residual_norm(self) -> float | None:
+        """2-norm of all residuals; None where it is not known."""
         return norm(self.residuals.values())
 
     @abstractmethod
@@ -167,9 +118,11 @@ class RoundedSum(ResidualSum):
     carries_nan = True
     kind = "rounded"
 
-    def __init__(self, parts: Sequence[Part], bits: int, comm: Communicator, what: str) -> None:
-        super().__init__(parts, comm, what)
-        self._bits = bits
+    def __init__(self, word: str) -> None:
+        self._word, self._bits = word, BITS[word]
+
+    def __repr__(self) -> str:
+        return self._word
 
     def select(self, part: Part, x: Tensor, weight: float) -> Selected:
         x += self.residuals[id(part)]
@@ -187,29 +140,29 @@ class RoundedSum(ResidualSum):
             self.residuals[id(selected.part)] = rounded_off.add_(result.dropped)
 
 
-class SparseSum:
+class SparseSum(ResidualSum):
     """Sum over ranks by a given compressor, which keeps the residuals, and a given allreduce."""
 
-    carries_nan: ClassVar[bool] = False
-    kind: ClassVar[str] = "sparse"
+    kind = "sparse"
 
-    def __init__(self, parts: Sequence[Part], sparsifier: Sparsifier, allreduce: Allreduce, comm: Communicator) -> None:
-        self._cut = [[list(part.names), part.bucket.numel] for part in parts]
-        self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
+    def __init__(self, sparsifier: Sparsifier, allreduce: Allreduce) -> None:
+        self._sparsifier, self._allreduce = sparsifier, allreduce
+
+    def __repr__(self) -> str:
+        return type(self._sparsifier).__name__
+
+    def begin(self, parts: Sequence[Part], comm: Communicator, what: str) -> None:
+        """Notes the cut into vectors, of which the compressor keeps the residuals."""
+        del what
+        self._comm, self._cut = comm, [[list(part.names), part.bucket.numel] for part in parts]
 
     def select(self, part: Part, x: Tensor, weight: float) -> Selected:
-        """Selects what is sent of x plus the part's residual; takes x over."""
         del weight
         with tracing.labelled("select"):
             return Selected(part, x, self._sparsifier.compress(part.names[0], x))
 
     def launch(self, selected: Selected) -> Any:
-        """Starts the sum of what was selected; again, where the group has changed."""
         return self._allreduce(selected.sent, self._comm)
-
-    def mean(self, selected: Selected, result: Any, weight: float) -> Tensor:
-        """Mean over ranks as a vector, of their total weight."""
-        return _by_weight(selected, result.total, weight)
 
     def feed_back(self, selected: Selected, result: Any, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, all that was sent goes back, and nothing is lost."""
@@ -250,8 +203,44 @@ class SparseSum:
             )
 
     def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
-        """Restores residuals that `check` accepted."""
         self._sparsifier.load_state_dict(residuals["sparsifier"])
+
+
+def compressed(compress: Compress, allreduce: Allreduce | None) -> ResidualSum | None:
+    """Sum in fewer bytes that a user asked for; None where nothing is compressed.
+
+    compress: "int8", "int4", "int2", a `Sparsifier`, which takes an allreduce, or None.
+
+    Raises:
+        TypeError: `compress` is of another type, or a compressor without an allreduce.
+        ValueError: `compress` is another word, or tentative, or there is an allreduce but no compressor.
+    """
+    plain = compress is None or isinstance(compress, str)
+    if not (compress is None or compress in BITS if plain else isinstance(compress, Sparsifier)):
+        raise (ValueError if plain else TypeError)(
+            f"compress is {compress!r}, expected None, one of {tuple(BITS)}, or a compressor with error feedback: "
+            "compress(name, delta), restore(name, dropped), state_dict() and load_state_dict()"
+        )
+    if plain and allreduce is not None:
+        raise ValueError(
+            f"allreduce sums what a compressor sends, but compress is {compress!r}: leave it out; rounds do it "
+            f"themselves: allreduce=partial(PartialAllreduce, compress={compress!r})"
+        )
+    if compress is None:
+        return None
+    if isinstance(compress, str):
+        return RoundedSum(compress)
+    if not callable(allreduce):
+        raise TypeError(
+            f"allreduce is {allreduce!r}, but compress is a compressor: give the sum of what it sends, "
+            "allreduce(sent, comm), which returns .total and .dropped"
+        )
+    if getattr(compress, "tentative", False):
+        raise ValueError(
+            "compress has tentative=True, but its steps are never committed here, so that it could not be saved: "
+            "leave tentative out; a mean that is not finite is undone without it"
+        )
+    return SparseSum(compress, allreduce)
 
 
 class CompressedAveraging(Averaging):
@@ -261,9 +250,7 @@ class CompressedAveraging(Averaging):
     weight 0 sends its residual.
     """
 
-    def __init__(
-        self, comm: Communicator, what: str, parts: Sequence[Part], anchor: str, sums: ResidualSum | SparseSum
-    ) -> None:
+    def __init__(self, comm: Communicator, what: str, parts: Sequence[Part], anchor: str, sums: ResidualSum) -> None:
         super().__init__(comm, what, native=False)
         self._parts, self._anchor, self._compressed = parts, anchor, sums
 
@@ -301,13 +288,6 @@ class CompressedAveraging(Averaging):
 def norm(tensors: Iterable[Tensor]) -> float:
     """2-norm of all elements, added up in float64."""
     return math.hypot(*(float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in tensors))
-
-
-def _by_weight(selected: Selected, total: Any, weight: float) -> Tensor:
-    dense: Tensor = total if isinstance(total, Tensor) else total.to_dense()
-    if dense.numel() != selected.given.numel():
-        raise ValueError(f"allreduce gave a total of {dense.numel()} elements for a change of {selected.given.numel()}")
-    return dense.reshape(-1).to(selected.given) / weight
 
 
 def _vectors(cut: list[Any]) -> str:

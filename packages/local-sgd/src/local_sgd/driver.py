@@ -15,9 +15,9 @@ from torch import Tensor
 
 from local_sgd.at_rest import AtRest
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
-from local_sgd.compression import CompressedAveraging, Compression
+from local_sgd.compression import CompressedAveraging, ResidualSum
 from local_sgd.fragments import Fragment, Fragments, fragments_of
-from local_sgd.inner_state import inner_state
+from local_sgd.inner_state import average_inner_state, averaged_entries
 from local_sgd.parts import by_name, digest, parts_of, refuse_other_shapes
 from local_sgd.rule import Part, Rule
 from local_sgd.settings import Every, Settings, whole
@@ -44,8 +44,8 @@ class Block:
     def count(self, weight: float) -> bool:
         """Counts one step; returns whether it was the block's last."""
         if self.done == 0:
-            length = self.every(self.steps) if callable(self.every) else self.every
-            self.length = whole(f"sync_every({self.steps})", length, " of steps")
+            every, name = self.every, f"sync_every({self.steps})"
+            self.length = whole(name, every(self.steps), " of steps") if callable(every) else every
         self.steps, self.done, self.weight = self.steps + 1, self.done + 1, self.weight + weight
         return self.done >= self.length
 
@@ -72,10 +72,10 @@ class Driver:
     blocks.
 
     parts: parameters that are averaged, as flat vectors. block: position of this rank between two boundaries; nearest:
-    between two exchanges, of which a boundary may have several. fragments: exchanges, among all ranks. comms: what they
-    go over. drained: all ranks hold the model. loaded: whether a state was loaded since the last boundary. agreed:
-    facts that ranks compared at the beginning. needs: keys of `state_dict` that must be there. at_rest: watch over the
-    parameters, with `verify`.
+    between two exchanges, of which a boundary may have several. fragments: exchanges, among all ranks. sums: what they
+    are compressed by; None: nothing is. comms: what they go over. drained: all ranks hold the model. loaded: whether a
+    state was loaded since the last boundary. agreed: facts that ranks compared at the beginning. needs: keys of
+    `state_dict` that must be there. at_rest: watch over the parameters, with `verify`.
     """
 
     two_levels = False
@@ -84,10 +84,8 @@ class Driver:
     inelastic: ClassVar[str] = ""
     """Reason why its ranks cannot come and go."""
 
-    def __init__(
-        self, compression: Compression | None = None, fragments: Fragments = 1, delay: int | None = None
-    ) -> None:
-        self.compression, self.delay = compression or Compression(), delay
+    def __init__(self, sums: ResidualSum | None = None, fragments: Fragments = 1, delay: int | None = None) -> None:
+        self.sums, self.delay = sums, delay
         self.by_fragment, self._asked = delay is not None, fragments
         self._turn = self._launched = 0  # the next fragment; how many were launched in this block
         self.before: list[Tensor] = []  # last means, at this rank's end
@@ -97,7 +95,7 @@ class Driver:
     def facts(self) -> dict[str, Any]:
         """Settings that ranks must share, by name."""
         delay = {"delay": self.delay} if self.by_fragment else {}
-        return {**delay, "compress": self.compression} if self.compression else delay
+        return delay if self.sums is None else {**delay, "compress": self.sums}
 
     def begin(self, owner: Wrapping, rule: Rule, block: Block, buffers: Buffers, settings: Settings) -> None:
         """Starts the rule's state from x, the model, which all ranks hold; nothing is launched yet."""
@@ -112,9 +110,11 @@ class Driver:
             for piece in fragments_of(owner.trained, self._asked)
         ]
         self.parts = [part for _, parts in self._pieces for part in parts]
-        self.sums = self.compression.sum_of(self.parts, self.comm, self.what)
+        if self.sums is not None:
+            self.sums.begin(self.parts, self.comm, self.what)
+        self._shares_buffers = settings.get("buffers", "keep") != "keep"
         self._policy = settings.get("inner_state", "keep")
-        self._share_inner_state = inner_state(self._policy, owner.optimizer, self.comm, self.what)
+        self._averaged = averaged_entries(owner.optimizer) if self._policy == "average" else []
         self._verify: int | None = settings.get("verify")
         self._begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
         self.loaded = False
@@ -157,11 +157,6 @@ class Driver:
     def resting(self) -> dict[str, Tensor]:
         """Tensors that only steps and `average()` change."""
         return dict(self.owner.trained)
-
-    def rest(self) -> None:
-        """Ends `average()`: until the next step nobody is to write into parameters."""
-        if self.at_rest is not None:
-            self.at_rest.begin()
 
     def count(self, weight: float) -> None:
         """Counts a step, applies the means that are due, and exchanges what comes next."""
@@ -223,7 +218,7 @@ class Driver:
         if not self.rule.mean_is_model:
             return self.anchors(drafts)
         averaging = Averaging(comm, self.what, **self._sum, call="averaged_model")
-        weight = self.own_weight(self.block) if self._weighted else 1.0
+        weight = self.own_weight(self.fragments[0]) if self._weighted else 1.0
         return averaging.now(xs, weight, finished=False).means or averaging.now(xs, 1.0, finished=False).means
 
     def give_up(self, error: BaseException) -> None:
@@ -273,26 +268,21 @@ class Driver:
             )
         if lacking := [key for key in self.needs if key not in state]:
             raise ValueError(f"the state lacks {lacking}: it was cut, or is of other settings of {self.what}")
-        plain = {
-            "turn": 0,
-            "launched": 0,
-            "drained": False,
-            "parameters": -1,
-            "rates": [0.0],
-            "block": self.block.state_dict(),
-        }
+        groups, plain = self.owner.param_groups, {"turn": 0, "launched": 0, "drained": False, "parameters": -1}
+        rate = 0.0 if all("lr" in group for group in groups) else math.nan
         check_like({"turn": 0, "launched": 0, **state}, plain, "")
+        check_like(state, {"rates": [rate], "block": self.block.state_dict()}, "")
         rounded = [part for part in self.parts if part.remainder is not None]
         refuse_other_shapes("remainders", state.get("remainders", {}), rounded)
         for name in self.rule.kept:
             refuse_other_shapes(name, state["kept"].get(name, {}), self.parts)
-        if len(state["rates"]) != (groups := len(self.owner.param_groups)):
-            raise ValueError(f"the state has {len(state['rates'])} parameter groups, the optimizer {groups}")
+        if len(state["rates"]) != len(groups):
+            raise ValueError(f"the state has {len(state['rates'])} parameter groups, the optimizer {len(groups)}")
         if ("near" in state) != self.two_levels:
             raise ValueError(f"the state is of {1 + ('near' in state)} levels, sync_every of {1 + self.two_levels}")
         theirs, kind = state.get("residuals", {}).get("kind"), None if self.sums is None else self.sums.kind
         if theirs != kind:
-            raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {kind}")
+            raise ValueError(f"the state is of compression {theirs}, but compress={self.sums!r} is {kind}")
         if self.sums is not None and self._is_own(state):
             self.sums.check(state["residuals"]["parts"])
         if "rounds" in state and "rounds" not in self.needs:
@@ -386,20 +376,20 @@ class Driver:
                 )
             part.put(x)
 
-    def next_boundary(self, averaging: Averaging) -> None:
-        """Checks, by the facts of this exchange, that ranks come to a boundary alike, and counts it."""
+    def next_boundary(self) -> str:
+        """Counts a boundary; returns the facts of its exchange by which ranks are seen to come to it alike."""
         self.owner.check_exchange()
         since = f", after states of boundary {self.block.boundaries} were loaded on all ranks," if self.loaded else ""
         if self._begun is not None:
             since += f", begun with parameters of hash {self._begun % 2**64:016x} (load weights on all ranks alike),"
-        averaging.agree(since)
         self.loaded, self._begun = False, None
         if self.block.boundaries == 0 and self._policy != "reset":
             warn_of_two_momenta(self.what, self.rule.gain(), self.owner.param_groups, self.block.length)
         self.block.boundaries += 1
+        return since
 
     def own_weight(self, block: Block | Fragment) -> float:
-        """Weight of this rank in the mean at the end of its block, or of a fragment's."""
+        """Weight of this rank in a mean, by its steps since the last one."""
         return block.weight if self._weighted else float(block.done > 0)
 
     def refuse_undrained(self, unfinished: int) -> None:
@@ -443,7 +433,7 @@ class Driver:
         change is launched again when it is awaited, which is the next call of those who had not launched it either.
         """
         fragment, arrived = self.fragments[self._turn], Arrived([], 0.0, self.comm.size)
-        self.next_boundary(fragment.averaging)
+        since = self.next_boundary()
         under_way = [earlier for earlier in self._under_way() if earlier is fragment or self.comm.elastic]
         for earlier in under_way:
             earlier.averaging.wait()
@@ -460,18 +450,18 @@ class Driver:
             self._compare_shared(fragment)
         if not self.rule.overlaps:
             xs = [part.gather() for part in fragment.parts]
-        weight, counts = self.own_weight(fragment if self.by_fragment else self.block), self._counts(fragment)
+        weight, counts = self.own_weight(fragment), fragment.done > 0  # one that has finished has had no steps
         travels, last = bool(self.rule.overlaps or self.delay), self._turn == len(self.fragments) - 1
         if last and travels:
             self._share(counts)
         if at_once := not self.rule.overlaps and (finished or not self.delay):
-            arrived = fragment.averaging.now(xs, weight, finished=finished)
+            arrived = fragment.averaging.now(xs, weight, finished=finished, since=since)
             self._take(fragment, arrived, xs)
         if watch is not None and not fragment.rule.shared_names and arrived.means:
             means = by_name(fragment.parts, arrived.means)
             self.compare(means, f"in the mean at boundary {self.block.boundaries}")
         if not at_once and arrived.unfinished:
-            fragment.averaging.launch(xs, weight, finished=finished)
+            fragment.averaging.launch(xs, weight, finished=finished, since=since)
             fragment.due = math.inf if self.delay is None else self.delay
         fragment.done, fragment.weight = 0, 0.0
         self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
@@ -480,9 +470,15 @@ class Driver:
         return arrived
 
     def _share(self, counts: bool) -> None:
-        """Shares inner states and buffers; counts: see `_counts`."""
-        self._share_inner_state(counts)
-        self.buffers.at_boundary(counts=counts)
+        """Shares inner states and buffers; counts: whether this rank has had steps since the last time."""
+        inner = self.owner.optimizer
+        if self._policy == "reset":
+            inner.state.clear()
+        elif self._policy == "average":
+            facts = f"inner state of {self.what}"
+            average_inner_state(inner, self._averaged, self.comm, facts=facts, counts=counts)
+        if self._shares_buffers:
+            self.buffers.at_boundary(counts=counts)
 
     def _take(self, fragment: Fragment, arrived: Arrived, xs: list[Tensor] | None = None) -> list[Tensor]:
         """Applies the rule to a fragment, and returns x after it; xs: x before it, where that is known."""
@@ -499,16 +495,12 @@ class Driver:
         self._opens = bool(arrived.unfinished)
         return xs
 
-    def _counts(self, fragment: Fragment) -> bool:
-        """Whether this rank has had steps since a fragment's last exchange; one that has finished has not."""
-        return (fragment if self.by_fragment else self.block).done > 0
-
     def _set_rates(self, fragment: Fragment) -> None:
         """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
         rates = torch.tensor([group.get("lr", math.nan) for group in self.owner.param_groups], dtype=torch.float64)
         if self.rule.needs_rate:
             facts = f"learning rates of {self.what}"
-            average_tensors([rates], self.comm, facts=facts, counts=self._counts(fragment))
+            average_tensors([rates], self.comm, facts=facts, counts=fragment.done > 0)
         for part in fragment.parts:
             part.rate = float(rates[part.group])
 

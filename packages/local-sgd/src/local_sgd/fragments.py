@@ -64,8 +64,9 @@ class Fragment:
         """Restores a state that `check` accepted."""
         if self.apart or self.rule.overlaps:
             self.averaging.store(Arrived.of_state(state["arrived"], self.parts))
+        counts = state if self.apart else state["block"]
+        self.done, self.weight = counts["done"], counts["weight"]
         if self.apart:
-            self.done, self.weight = state["done"], state["weight"]
             self.due = state["due"] if state["launched"] else None
         self.rule.load_state_dict(state)
 

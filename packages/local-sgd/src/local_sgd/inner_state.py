@@ -1,7 +1,4 @@
-"""Policies for the inner optimizer's state, such as momentum, at a boundary."""
-
-from collections.abc import Callable
-from functools import partial
+"""Means over ranks of the inner optimizer's state, such as momentum."""
 
 import torch
 from communicators import Communicator
@@ -10,28 +7,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-def inner_state(policy: str, optimizer: Optimizer, comm: Communicator, what: str) -> Callable[[bool], None]:
-    """Policy as a function that every rank calls at a boundary, with whether its own state counts in means.
+def averaged_entries(optimizer: Optimizer) -> list[tuple[Tensor, str]]:
+    """Parameters, and names of what is kept of each in its shape.
 
-    policy: "keep" as it is; "reset" to nothing; "average" of what has a parameter's shape. The averaged entries are
-    those that a step makes, known beforehand, so that a rank on which a parameter has no state yet takes part: its
-    zeros count, and it gets nothing. Step counters and the like stay each rank's own.
+    They are those that a step makes, known beforehand, so that a rank on which a parameter has no state yet takes part:
+    its zeros count, and it gets nothing. Step counters and the like stay each rank's own.
     """
-    if policy != "average":
-        return (lambda _: optimizer.state.clear()) if policy == "reset" else (lambda _: None)
     parameters, state = [p for group in optimizer.param_groups for p in group["params"]], foreseen_state(optimizer)
-    entries = [
+    return [
         (p, name)
         for position, p in enumerate(parameters)
         for name, held in state.get(position, {}).items()
         if isinstance(held, Tensor) and held.shape == p.shape and held.is_floating_point() and name != "step"
     ]
-    return partial(_average, optimizer, entries, comm, f"inner state of {what}")
 
 
-def _average(
-    optimizer: Optimizer, entries: list[tuple[Tensor, str]], comm: Communicator, facts: str, counts: bool
+def average_inner_state(
+    optimizer: Optimizer, entries: list[tuple[Tensor, str]], comm: Communicator, *, facts: str, counts: bool
 ) -> None:
+    """Averages these entries of the state; every rank calls it. counts: whether this rank's count."""
     state = optimizer.state
     if state and not entries:
         raise ValueError(

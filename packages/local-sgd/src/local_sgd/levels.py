@@ -8,7 +8,7 @@ from communicators import Communicator, allgather, as_communicator
 from replicas import check_like
 
 from local_sgd.averaging import Averaging, refuse_nonfinite
-from local_sgd.compression import Compression
+from local_sgd.compression import ResidualSum
 from local_sgd.driver import Block, Driver
 from local_sgd.settings import Every, Settings, whole
 
@@ -16,7 +16,7 @@ Levels: TypeAlias = Sequence[tuple[Any, int]]
 """[(this rank's small group, steps between its means), (all ranks, steps between boundaries)]"""
 
 
-def boundaries_of(sync_every: Every | Levels, compression: Compression, settings: Settings) -> tuple[Driver, Every]:
+def boundaries_of(sync_every: Every | Levels, sums: ResidualSum | None, settings: Settings) -> tuple[Driver, Every]:
     """Boundaries of one level or two, and τ among all ranks; of two `settings` gets the last level's group as comm.
 
     Raises:
@@ -24,7 +24,7 @@ def boundaries_of(sync_every: Every | Levels, compression: Compression, settings
         ValueError: There are not two levels, or they do not fit each other or `comm`.
     """
     if callable(sync_every) or not isinstance(sync_every, Sequence):
-        return Driver(compression), sync_every
+        return Driver(sums), sync_every
     if len(sync_every) != 2 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in sync_every):
         raise ValueError(f"sync_every is {sync_every!r}, expected a number or two pairs of a group and a number")
     if settings.get("comm") is not None:
@@ -36,7 +36,7 @@ def boundaries_of(sync_every: Every | Levels, compression: Compression, settings
     if seldom % often:
         raise ValueError(f"sync_every has {often} and {seldom} steps, expected a multiple of {often} as the last one")
     settings["comm"] = everybody
-    return TwoLevels(compression, group, often, seldom // often), seldom
+    return TwoLevels(sums, group, often, seldom // often), seldom
 
 
 class TwoLevels(Driver):
@@ -45,8 +45,8 @@ class TwoLevels(Driver):
     two_levels = True
     inelastic = "the small group of a rank cannot change: give sync_every as one number"
 
-    def __init__(self, compression: Compression, group: Any, every: int, times: int) -> None:
-        super().__init__(compression)
+    def __init__(self, sums: ResidualSum | None, group: Any, every: int, times: int) -> None:
+        super().__init__(sums)
         self._given, self._times = group, times
         self._near, self._met = Block(every), 0  # means in the group since the last boundary among all
 

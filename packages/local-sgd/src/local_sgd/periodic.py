@@ -197,7 +197,8 @@ class PeriodicAveraging(Wrapping):
         self._unseen, weight, size = 0, self._checked(weight), self.comm.size
         self._dense += 2 * self._nbytes * (size - 1) // size  # by the ranks of this very step
         self._driver.count(weight)
-        self._driver.rest()
+        if self._driver.at_rest is not None:
+            self._driver.at_rest.begin()
 
     def drain(self) -> None:
         """Ends the block and any exchange under way; every rank then holds the model, bit for bit, and buffers.
@@ -340,7 +341,7 @@ class PeriodicAveraging(Wrapping):
 
     def _refuse_misfits(self, *, native: bool, shares: Sequence[float] | None) -> None:
         """Raises ValueError for settings that do not go together, or not where a rank may die."""
-        driver, compress = self._driver, self._driver.compression
+        driver, compress = self._driver, self._driver.sums
         if native and (self.rule.overlaps or driver.by_fragment):
             raise ValueError(f"native=True waits for the transport, but {self.what} goes on meanwhile: leave it out")
         if native and compress:

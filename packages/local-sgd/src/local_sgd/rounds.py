@@ -9,8 +9,8 @@ from communicators import CollectiveError, Communicator, Elastic
 from replicas import ElasticRounds, check_like
 from torch import Tensor
 
-from local_sgd.driver import Block, Driver, shared_state
-from local_sgd.fragments import Fragment, Fragments
+from local_sgd.driver import Driver, shared_state
+from local_sgd.fragments import Fragments
 from local_sgd.outer import OuterStep
 from local_sgd.parts import by_name
 from local_sgd.settings import Settings
@@ -114,13 +114,10 @@ class OuterRounds(Driver):
 
     def enter(self) -> None:
         """Makes the rounds, which are all that is exchanged, with all other ranks."""
-        try:
-            self._open()
-        except (AttributeError, TypeError) as error:
-            error.add_note(
-                "allreduce=, without compress=, makes rounds; a sum of what a compressor sends goes with a compressor"
-            )
-            raise
+        if self._elastic is None:
+            self._fixed = self._made(self.comm)
+        self.regrouped()
+        self._used = False
 
     @property
     def _rounds(self) -> Any:
@@ -128,14 +125,13 @@ class OuterRounds(Driver):
 
     def _made(self, comm: Communicator) -> Any:
         like = [[part["anchor"] for part in fragment.parts] for fragment in self.fragments]
-        return self._make(like, comm, **({"weighted": True} if self._weighted else {}))
-
-    def _open(self) -> None:
-        """Makes the rounds; all ranks do."""
-        if self._elastic is None:
-            self._fixed = self._made(self.comm)
-        self.regrouped()
-        self._used = False
+        try:
+            return self._make(like, comm, **({"weighted": True} if self._weighted else {}))
+        except (AttributeError, TypeError) as error:
+            error.add_note(
+                "allreduce=, without compress=, makes rounds; a sum of what a compressor sends goes with a compressor"
+            )
+            raise
 
     def regrouped(self) -> None:
         """Has the others, and newcomers, meet in new rounds."""
@@ -164,7 +160,7 @@ class OuterRounds(Driver):
         while self._launched < self._launches_by_now():
             if len(self._dues) == len(self.fragments):
                 self._take_rounds()
-            self.next_boundary(self.fragments[0].averaging)
+            self.next_boundary()
             self._first, self._used = None, True
             if self._elastic is not None:
                 self._elastic.call()
@@ -184,8 +180,8 @@ class OuterRounds(Driver):
 
     def _end(self, *, most: int | None, drains: bool) -> None:
         self._refuse_changed()
-        self.next_boundary(self.fragments[0].averaging)
-        last = {turn: self._given(turn) for turn in range(len(self.fragments)) if self.own_weight(self._count(turn))}
+        self.next_boundary()
+        last = {turn: self._given(turn) for turn, held in enumerate(self.fragments) if self.own_weight(held)}
         self._used = True
         if self._elastic is not None and not self._ended:
             self._meet(self._elastic, last, finished=most is None, drains=drains)
@@ -280,7 +276,7 @@ class OuterRounds(Driver):
             return
         if self._used:
             self._rounds.close()
-            self._open()
+            self.enter()
         rounds = state["rounds"]
         if not state["drained"]:
             self._rounds.load_state_dict(rounds)
@@ -300,7 +296,7 @@ class OuterRounds(Driver):
             self._apply(self._rounds.take())
             return
         self._elastic.begin_anew(state["rounds"]["machine"]["round"], self._own_residuals(state) or None)
-        self._open()
+        self.enter()
 
     def _refuse_changed(self) -> None:
         """Raises CollectiveError here, and tells the others of it, where something has changed at rest."""
@@ -326,10 +322,6 @@ class OuterRounds(Driver):
         theirs = state["rounds"].get("residuals", [])
         return theirs if self._is_own(state) and any(theirs) and any(self._rounds.residuals) else []
 
-    def _count(self, turn: int) -> Block | Fragment:
-        """Counter of the steps since a fragment was given."""
-        return self.fragments[turn] if self.by_fragment else self.block
-
     def _base(self, turn: int) -> list[Tensor]:
         """Vectors from which a fragment's change is reckoned."""
         return self._bases.get(turn) or [part["anchor"] for part in self.fragments[turn].parts]
@@ -337,7 +329,7 @@ class OuterRounds(Driver):
     def _given(self, turn: int) -> tuple[list[Tensor], float]:
         """Change of a fragment, and its weight; from now on it counts as given."""
         fragment = self.fragments[turn]
-        weight, xs = self.own_weight(self._count(turn)), [part.gather() for part in fragment.parts]
+        weight, xs = self.own_weight(fragment), [part.gather() for part in fragment.parts]
         changes = [base - x for base, x in zip(self._base(turn), xs, strict=True)]
         self._bases[turn] = xs
         fragment.done, fragment.weight = 0, 0.0

@@ -52,13 +52,13 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(torch.isfinite(one.sum())) or bool(torch.isfinite(one).all()) for one in tensors)
 
 
-Copies: TypeAlias = tuple[list[Tensor], bool]
-"""1-D tensors in host memory, nobody else's, and whether all of them are finite."""
+Given: TypeAlias = tuple[list[Tensor], float, bool]
+"""1-D tensors in host memory, weighted and nobody else's; their weight, and whether all of them are finite."""
 
 
-def weighted_copy(tensors: Sequence[Tensor], weight: float) -> Copies:
-    """weight · tensors as 1-D copies in host memory, and whether all of it is finite."""
+def weighted_copy(tensors: Sequence[Tensor], weight: float) -> Given:
+    """weight · tensors as 1-D copies in host memory, with the weight, and whether all of it is finite."""
     copies = [tensor.detach().reshape(-1).to("cpu", copy=True) for tensor in tensors]
     if weight != 1.0:
         copies = [copy.mul_(weight) for copy in copies]
-    return copies, are_finite(copies)
+    return copies, float(weight), are_finite(copies)

@@ -128,20 +128,18 @@ class EagerSGD(Wrapping):
             for bucket in buckets_of(self._trained)
         ]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
-        self._like = like
+        self._nbytes = sum(one.nbytes for one in like)
         make = partial(PartialAllreduce, like, weighted=weighted, **rounds)
-        self._elastic = None
+        self._elastic: ElasticRounds | None = None
         if isinstance(self.comm, Elastic):
-            own = weakref.proxy(self)
-            compare = partial(_compare, own) if verify else (lambda: None)
-            settings = f"{self._alike}, {sorted(rounds.items())}"
+            own, settings = weakref.proxy(self), f"{self._alike}, {sorted(rounds.items())}"
+            compare = (lambda: own._refuse_unlike()) if verify else (lambda: None)
             self._elastic = ElasticRounds(own, self.comm, make, compare, settings=settings)
-        if self._elastic is None:
+        else:
             self._fixed = make(self.comm)
         self.regrouped()
         self.enter()
         self._given_steps, self._dense_bytes, self._sent_before = 0, 0, self.comm.bytes_sent
-        self._nbytes = sum(one.numel() * one.element_size() for one in self._like)
 
     @property
     def _rounds(self) -> PartialAllreduce:
@@ -341,7 +339,9 @@ class EagerSGD(Wrapping):
             return over
         if self._shared is None and not self._verify:
             return finished
-        self._count_meeting()
+        self._meetings += 1
+        if self._verify and self._meetings % self._verify == 0:
+            self._refuse_unlike()
         if self._shared is not None:
             self._shared.at_boundary()
         counts = schedules.allreduce(torch.tensor([not finished]).long(), self.comm.rank, self.comm.size)
@@ -356,12 +356,6 @@ class EagerSGD(Wrapping):
         if told and self._met:
             self._known = settings_of(self.optimizer)
         self._met = True
-
-    def _count_meeting(self) -> None:
-        """Counts a meeting. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
-        self._meetings += 1
-        if self._verify and self._meetings % self._verify == 0:
-            self._refuse_unlike()
 
     def _refuse_unlike(self) -> None:
         refuse_unlike(self.named, self.comm, when=f"after {self.applied} rounds")
@@ -402,10 +396,6 @@ class EagerSGD(Wrapping):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
-
-
-def _compare(optimizer: EagerSGD) -> None:
-    optimizer._refuse_unlike()
 
 
 def _name(scheduler: Any) -> str | None:

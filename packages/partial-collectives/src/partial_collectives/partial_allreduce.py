@@ -1,29 +1,50 @@
 """`PartialAllreduce`: sums over ranks that do not wait for the last one, and lose nothing of it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import statistics
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from numbers import Real
-from typing import Any, Literal, Self, TypeAlias, TypedDict
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, Self, TypedDict
 
 import torch
-from communicators import CollectiveError, Communicator, Stats, as_communicator, run, schedules
+from communicators import (
+    Attempt,
+    CollectiveError,
+    LeftOutError,
+    Schedule,
+    Stats,
+    Work,
+    as_communicator,
+    run,
+    schedules,
+    start,
+    tracing,
+)
 from replicas import wholly
 from torch import Tensor
 
-from partial_collectives.collective import BITS
-from partial_collectives.deposits import Copies, weighted_copy
-from partial_collectives.protocol.events import Stage
-from partial_collectives.protocol.rules import MAX_STALENESS, Quorum, check_rules
+from partial_collectives.collective import BITS, Ended, Rounding, partial_round, recovery
+from partial_collectives.deposits import Deposits, Given
+from partial_collectives.like import Like, Tensors, Weighted, check_alike
+from partial_collectives.protocol.events import Action, Header, Join, Kind, LeftOut, Recover, Signal, Stage
+from partial_collectives.protocol.machine import Machine
+from partial_collectives.protocol.rules import MAX_STALENESS, Quorum, check_rules, goes_on_after_death, parsed_grace
+from partial_collectives.pulse import Pulse
 from partial_collectives.result import PartialResult
-from partial_collectives.rounds import PartialRounds
-from partial_collectives.stragglers import Lateness
+from partial_collectives.stragglers import Arrivals, Lateness
 
-Tensors: TypeAlias = Tensor | Sequence[Tensor]
-Weighted: TypeAlias = tuple[Tensors, float]
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""With `FLOATING`, dtypes that add."""
+KINDS = 16
+OWN, KNOWN = (Kind.OVER, Kind.GRACE_OVER), frozenset(Kind)
+"""Kinds of signals that a rank sends to itself alone, and all that there are."""
+MOST_BEGAN = 21
+WAITS = 1
+"""In place of a round's number, beside `Kind.LIVE`: its sender waits as well."""
 
 
 class RoundSettings(TypedDict, total=False):
@@ -90,6 +111,17 @@ class PartialAllreduce:
         weighted: Whether totals are divided by the weight of their round, not by a number of ranks. Residuals are then
             of the mean, and each round multiplies them by its weight; one without weight leaves them as they are.
 
+    Attributes:
+        comm: The ranks.
+        name: Name of this rank in errors, its number by default; may be set.
+        given_up: Ranks that have not answered, without which this one has gone on; they may have gone on without it.
+        calls: Whether this rank asks all to meet, in each round that it takes part in; may be set.
+        called: Whether a rank has asked all to meet, in a round since they last have; the same on all after each round.
+        changes: Changes of settings on this rank since ranks last met, as text; None: it does not tell. May be set. All
+            raise one CollectiveError, that has the texts of two ranks, in the first round in which ranks tell unlike
+            ones. It is None again where they meet; after `finish()` it is "", as nothing changes any more.
+        lateness: Ranks that were last, and by how much, as the ranks have told in their rounds.
+
     Raises:
         TypeError: `like` holds no dense tensors of a dtype that adds: floating, complex, uint8, int8 … int64.
         CollectiveError: Ranks differ in `like` or settings.
@@ -111,86 +143,69 @@ class PartialAllreduce:
         compress: str | None = None,
         weighted: bool = False,
     ) -> None:
-        self._one = isinstance(like, Tensor)
-        self._like = _fragments(like)
-        for each in self._like:
-            _check_like(each, compress)
+        self._like = Like(like, compress)
         if not isinstance(weighted, bool):
             raise TypeError(f"weighted is {weighted!r}, expected True or False")
         self.comm = as_communicator(comm)
+        rank, size, fragments = self.comm.rank, self.comm.size, len(self._like.fragments)
         if self.comm.hasty and isinstance(quorum, int):
-            quorum = min(quorum, self.comm.size)  # of a group that others may have left
-        waits = _parsed_grace(grace)
-        size, fragments = self.comm.size, len(self._like)
-        rules = check_rules(quorum, max_staleness, any(waits), seed, size, fragments=fragments)
-        shapes = " | ".join(", ".join(f"{tuple(one.shape)} {one.dtype}" for one in each) for each in self._like)
-        shrinks = _shrinks(on_death, self.comm)
+            quorum = min(quorum, size)  # of a group that others may have left
+        self._grace = parsed_grace(grace)
+        rules = check_rules(quorum, max_staleness, any(self._grace), seed, size, fragments=fragments)
+        self._shrinks = shrinks = goes_on_after_death(on_death, self.comm)
         settings = f"quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {shrinks=}, {weighted=}"
-        facts = f"PartialAllreduce({shapes}; {settings}{f', {compress=}' if compress else ''})"
-        run(schedules.barrier(self.comm.rank, size), self.comm, facts=facts)
-        flat = [[torch.empty(one.numel(), dtype=one.dtype) for one in each] for each in self._like]
-        rounds = f"a round (a rank with no more steps calls finish()) of {facts}"
-        bits = None if compress is None else BITS[compress]
-        self._rounds = PartialRounds(
-            self.comm, rules, flat, waits, rounds, shrinks=shrinks, bits=bits, weighted=weighted
-        )
-        self._closed, self._sent_before = False, self.comm.bytes_sent
+        facts = f"PartialAllreduce({self._like}; {settings}{f', {compress=}' if compress else ''})"
+        run(schedules.barrier(rank, size), self.comm, facts=facts)
+        self._facts = f"a round (a rank with no more steps calls finish()) of {facts}"
+        self._bits, self._weighted = None if compress is None else BITS[compress], weighted
+        self._machine, self._deposits = Machine(rank, size, rules), [Deposits(each) for each in self._like.flat()]
+        self._residuals = [_zeros(each.like) if compress else list[Tensor]() for each in self._deposits]
+        self._open()
+
+    def _open(self) -> None:
+        """Begins what goes on beside the caller.
+
+        Everything that happens comes as a signal, also that the collective of a round is over, and is dealt with by one
+        thread at a time: by the process's background engine, or by the loop of a simulated world.
+        """
+        rank, size = self.comm.rank, self.comm.size
+        self._results: list[PartialResult] = []  # not taken yet; totals are lists of 1-D tensors
+        self.lateness, self._arrivals = Lateness(size), Arrivals()
+        self._began: deque[float] = deque(maxlen=MOST_BEGAN)  # when this rank entered the last rounds
+        self._lock = threading.RLock()
+        self._exchanging = self._waited = 0.0  # seconds, by the communicator's clock
+        self._busy, self._since = set[str](), 0.0
+        self._left_out, self.name, self.given_up = "", f"rank {rank}", frozenset[int]()
+        self._collective: Attempt | Work[Any] | None = None  # a call of all ranks, unless others go on without some
+        self._value: Any = None  # of the last collective that is over
+        self._number = 0  # of this rank's collectives, so that what one says is not taken for the next one's word
+        self._brought: Deposits | None = None  # to the round under way
+        self._last: Ended | None = None  # which those may lack that have not ended it when another rank dies
+        self._at_meeting: dict[str, Any] | None = None  # the machine's state
+        self._graced, self._leaving = -1, 0  # rounds that this rank leaves for later
+        self._others = frozenset(range(size)) - {rank}
+        self.calls = self.called = False
+        self.changes: str | None = None
+        self._answered, self._waiting = set[int](), set[int]()
+        self._closed, self._closing, self._sent_before = False, frozenset[int](), self.comm.bytes_sent
+        self._data = None if self._shrinks else self.comm.duplicate()
+        with self._lock:  # signals of faster ranks may come before this one has returned
+            self._signals = self.comm.signals(self._on_signal)
 
     @property
     def round(self) -> int:
         """Number of the current round, and so of the rounds that are over on this rank."""
-        return self._rounds.machine.round
-
-    @property
-    def name(self) -> str:
-        """Name of this rank in errors, its number by default; may be set."""
-        return self._rounds.name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self._rounds.name = name
-
-    @property
-    def given_up(self) -> frozenset[int]:
-        """Ranks that have not answered, without which this one has gone on; they may have gone on without it."""
-        return frozenset(self._rounds.given_up)
+        return self._machine.round
 
     @property
     def members(self) -> frozenset[int]:
         """Ranks that this one does not know to be gone."""
-        return self._rounds.machine.members
-
-    @property
-    def calls(self) -> bool:
-        """Whether this rank asks all to meet, in each round that it takes part in; may be set."""
-        return self._rounds.calls
-
-    @calls.setter
-    def calls(self, calls: bool) -> None:
-        self._rounds.calls = calls
-
-    @property
-    def called(self) -> bool:
-        """Whether a rank has asked all to meet, in a round since they last have; the same on all after each round."""
-        return self._rounds.called
-
-    @property
-    def changes(self) -> str | None:
-        """Changes of settings on this rank since ranks last met, as text; None: it does not tell. May be set.
-
-        All raise one CollectiveError, that has the texts of two ranks, in the first round in which ranks tell unlike
-        ones. It is None again where they meet; after `finish()` it is "", as nothing changes any more.
-        """
-        return self._rounds.changes
-
-    @changes.setter
-    def changes(self, changes: str) -> None:
-        self._rounds.changes = changes
+        return self._machine.members
 
     @property
     def complete(self) -> bool:
         """Whether nobody was gone when ranks last met; the same on all ranks that are left."""
-        return self._rounds.machine.complete
+        return self._machine.complete
 
     @property
     def residuals(self) -> list[list[Tensor]]:
@@ -198,17 +213,12 @@ class PartialAllreduce:
 
         They are a part of `state_dict`; set them before the first round, where others have ended in another object.
         """
-        return self._rounds.residuals
+        return self._residuals
 
     @residuals.setter
     def residuals(self, residuals: Sequence[Sequence[Tensor]]) -> None:
-        _check_alike("residuals", residuals, self._rounds.residuals)
-        self._rounds.residuals = [[one.clone() for one in each] for each in residuals]
-
-    @property
-    def lateness(self) -> Lateness:
-        """Ranks that were last, and by how much, as the ranks have told in their rounds."""
-        return self._rounds.lateness
+        check_alike("residuals", residuals, self._residuals)
+        self._residuals = _copies(residuals)
 
     def allreduce(self, tensor: Tensors | Callable[[int], Weighted], *, weight: float = 1.0) -> list[PartialResult]:
         """Gives weight · tensor, and returns every round that was completed since the last call, at least one.
@@ -245,12 +255,12 @@ class PartialAllreduce:
             function = tensor
             if weight != 1.0:
                 raise ValueError(f"weight is {weight!r} beside a function, which returns the weight of each fragment")
-            self._rounds.deposit(lambda fragment: self._copies(function(fragment), fragment), leaving)
-        elif len(self._like) > 1:
+            self._deposit(lambda fragment: self._like.copies(function(fragment), fragment), leaving)
+        elif len(self._like.fragments) > 1:
             raise TypeError(f"allreduce() is given {type(tensor).__name__}, expected a function of the fragment")
         else:
-            copies = self._copies((tensor, weight), 0)
-            self._rounds.deposit(lambda _: copies, leaving)
+            copies = self._like.copies((tensor, weight), 0)
+            self._deposit(lambda _: copies, leaving)
 
     def take(self, *, leaving: int = 0) -> list[PartialResult]:
         """Returns the rounds that were completed since the last call, at least one; none where nothing is under way.
@@ -260,7 +270,12 @@ class PartialAllreduce:
         """
         if leaving < 0:
             raise ValueError(f"leaving is {leaving}, expected a number of rounds, 0 or more")
-        self._rounds.wait_for_one()
+        with self._lock:
+            self._check()
+            actions = None if self._results else self._machine.waits()
+            self._do(actions or [])
+        if actions is not None:
+            self._wait(lambda: bool(self._results))
         return self._taken(leaving=leaving)
 
     def synchronize(self, last: Mapping[int, Weighted] | None = None) -> Iterator[PartialResult]:
@@ -300,7 +315,13 @@ class PartialAllreduce:
             return
         for _ in self._rest(Stage.FINISHED, None):
             pass
-        self._rounds.close()
+        self._signals.send_all(Kind.CLOSES)
+        self._wait(lambda: self._others <= self._closing | self._gone())
+        if self._shrinks:
+            self._abandon()
+        self._signals.close()
+        if self._data is not None:
+            self._data.close()
         self._closed = True
 
     def stats(self) -> Stats:
@@ -315,7 +336,9 @@ class PartialAllreduce:
                 last rounds, below 0 where it comes early; one for each rank.
             - residual_norm: The 2-norm of the residuals, with `compress`. Takes one pass over them.
         """
-        exchanging, waited = self._rounds.seconds()
+        with self._lock:
+            self._count("", False)
+            exchanging, waited = self._exchanging, self._waited
         numbers = {
             "bytes_sent": self.comm.bytes_sent - self._sent_before,
             "seconds_exchanging": exchanging,
@@ -334,7 +357,13 @@ class PartialAllreduce:
         It differs between ranks. A round under way is waited for. The ranks can only go on together from states of
         the same round: take them after `synchronize()`, or when no rank is in a step.
         """
-        return self._rounds.state()
+        self._wait(lambda: self._at_meeting is not None or not (self._machine.joined or self._machine.recovering))
+        with self._lock:
+            between, deposits = self._at_meeting, [one.state() for one in self._deposits]
+            if between is not None:  # others may have gone on, and rounds with them
+                return {**between, "deposits": deposits, "results": []}
+            results = [dict(vars(result)) for result in self._results]
+            return {**self._between(), "deposits": deposits, "results": results}
 
     def load_state_dict(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
         """Goes on where `state_dict` was taken; for every rank to call, before its first `allreduce()`.
@@ -351,25 +380,27 @@ class PartialAllreduce:
             CollectiveError: The states of the ranks are of different rounds.
         """
         self.refuse_begun("load_state_dict()")
-        with wholly(self._rounds, "a PartialAllreduce", state):
+        with wholly(self, "a PartialAllreduce", state):
             if not joins:
-                _check_alike("residuals", state["residuals"], self._rounds.residuals)
-            likes = [one.like for one in self._rounds.deposits]
-            _check_alike("deposits", [one["acc"] for one in state["deposits"]], likes)
+                check_alike("residuals", state["residuals"], self._residuals)
+            likes = [one.like for one in self._deposits]
+            check_alike("deposits", [one["acc"] for one in state["deposits"]], likes)
             for result in state["results"]:
-                _check_alike("results", [result["total"]], [likes[result["fragment"]]])
+                check_alike("results", [result["total"]], [likes[result["fragment"]]])
             machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
             facts = f"going on with partial rounds from {machine}"
-            self._rounds.restore(state, joins=joins)  # before any rank goes on, and its signals come
+            with self._lock:  # before any rank goes on, and its signals come
+                self._restore(state, joins=joins)
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
-        self._rounds.go_on()
+        with self._lock:
+            self._do(self._machine.rested(self._machine.stage))
 
     def begin_at(self, number: int) -> None:
         """Begins with the round of this number; for every rank to call, alike, before its first `allreduce()`."""
         self.refuse_begun("begin_at()")
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ValueError(f"a round's number is {number!r}, expected a whole one from 0 on")
-        self._rounds.machine.begin_at(number)  # before any rank goes on, and its signals come
+        self._machine.begin_at(number)  # before any rank goes on, and its signals come
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"beginning at partial round {number}")
 
     def __enter__(self) -> Self:
@@ -385,57 +416,6 @@ class PartialAllreduce:
             self._give_up(failed)
             raise
 
-    def _give_up(self, error: BaseException) -> None:
-        if not self._closed:
-            self._closed = True
-            why = f"{type(error).__name__}: {error}".removesuffix(": ")
-            mine = f"rank {self.comm.rank} gave up its partial allreduce: {why}"
-            self._rounds.give_up(str(error) if isinstance(error, CollectiveError) else mine)
-
-    def _rest(self, stage: Stage, last: Mapping[int, Weighted] | None) -> Iterator[PartialResult]:
-        rounds, machine = self._rounds, self._rounds.machine
-        copies = {fragment: self._copies(given, fragment) for fragment, given in (last or {}).items()}
-        if machine.over:
-            if copies:
-                raise RuntimeError(
-                    "something is given after the last round: make a new PartialAllreduce, on every rank"
-                )
-            yield from self._taken()
-            return
-        meeting = machine.meetings + 1 if stage is Stage.PAUSED else None
-        rounds.rest(stage, copies)
-
-        def over() -> bool:
-            return machine.over or (meeting is not None and machine.meetings >= meeting)
-
-        while not over():
-            yield from self._taken(meeting)
-            rounds.wait(lambda: bool(rounds.results) or over())
-        yield from self._taken(meeting)
-
-    def _taken(self, meeting: int | None = None, leaving: int = 0) -> list[PartialResult]:
-        rounds = self._rounds.take(meeting=meeting, leaving=leaving)
-        return [replace(result, total=self._shaped(result)) for result in rounds]
-
-    def _shaped(self, result: PartialResult) -> Tensor | list[Tensor]:
-        of = zip(result.total, self._like[result.fragment], strict=True)
-        shaped = [total.view(one.shape).to(one.device) for total, one in of]
-        return shaped[0] if self._one else shaped
-
-    def _copies(self, given: Weighted, fragment: int) -> tuple[Copies, float]:
-        if fragment not in range(len(self._like)):
-            raise ValueError(f"something is given for fragment {fragment}, expected one of 0 … {len(self._like) - 1}")
-        if not isinstance(given, tuple | list) or len(given) != 2:
-            raise TypeError(f"{type(given).__name__} is given for fragment {fragment}, expected (tensors, weight)")
-        tensors, weight = _listed(given[0]), _checked_weight(given[1], self._like[fragment])
-        if wrong := [_kind(one) for one in tensors if not _is_dense(one)]:
-            raise TypeError(f"allreduce() is given {wrong}, expected a dense tensor, as in `like`; torch.from_numpy(x)")
-        shapes = [(tuple(one.shape), one.dtype) for one in tensors]
-        expected = [(tuple(one.shape), one.dtype) for one in self._like[fragment]]
-        if shapes != expected:
-            raise ValueError(f"allreduce() is given {shapes}, expected {expected}, as in `like`")
-        return weighted_copy(tensors, weight), float(weight)
-
     def refuse_begun(self, what: str) -> None:
         """Refuses what may be done before the first round only.
 
@@ -445,101 +425,342 @@ class PartialAllreduce:
         Raises:
             RuntimeError: There was a round.
         """
-        if self._rounds.began:
+        if self._began:
             raise RuntimeError(f"{what} after the first round: call it on a new PartialAllreduce")
 
     def _refuse_closed(self, what: str, *, finishes: bool = False) -> None:
         if self._closed:
             raise RuntimeError(f"{what} after close(): make a new one, on every rank")
-        if not finishes and self._rounds.machine.stage is Stage.FINISHED:
+        if not finishes and self._machine.stage is Stage.FINISHED:
             raise RuntimeError(f"{what} after finish(): this rank has said that it has no more steps")
 
+    def _give_up(self, error: BaseException) -> None:
+        """Gives up this rank: all others raise why, unless something else went wrong before, or go on without it."""
+        if self._closed:
+            return
+        self._closed = True
+        why = f"{type(error).__name__}: {error}".removesuffix(": ")
+        mine = f"rank {self.comm.rank} gave up its partial allreduce: {why}"
+        reason = str(error) if isinstance(error, CollectiveError) else mine
+        if self._shrinks:
+            self._signals.leave(reason)
+            self._abandon()  # afterwards: nobody hears here any more that it is over
+        else:
+            self._signals.fail(reason)
 
-def _parsed_grace(grace: float | str) -> tuple[float, float]:
-    """Grace as (share of the median, seconds); one of them is 0."""
-    text = isinstance(grace, str) and grace.endswith("x")
-    try:
-        if isinstance(grace, bool):
-            raise TypeError
-        number = float(grace[:-1]) if text and isinstance(grace, str) else float(grace)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"grace is {grace!r}, expected seconds, or a share of the rounds' median such as '0.5x'"
-        ) from None
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"grace is {grace!r}, expected 0 or more")
-    return (number, 0.0) if text else (0.0, number)
+    def _deposit(self, copies_of: Callable[[int], Given], leaving: int) -> None:
+        """Gives a gradient to the next round, and to fragments of rounds that this rank has missed."""
+        with self._lock:  # or the rounds would go on meanwhile
+            self._check()
+            given = {fragment: copies_of(fragment) for fragment in self._machine.next_fragments()}
+            self._arrivals.arrived(self.comm.clock())
+            self._add(given)
+            self._leaving = leaving
+            self._do(self._machine.deposited(behind=len(self._results) > leaving))
 
+    def _add(self, given: Mapping[int, Given]) -> None:
+        self._at_meeting = None
+        for fragment, (tensors, weight, finite) in given.items():
+            self._deposits[fragment].add(tensors, weight, finite)
 
-def _shrinks(on_death: str | None, comm: Communicator) -> bool:
-    """Whether others go on after a death; ValueError where they cannot, or must."""
-    if on_death is None:
-        return comm.hasty
-    if on_death not in ("error", "shrink"):
-        raise ValueError(f"on_death is {on_death!r}, expected 'error' or 'shrink'")
-    if on_death == "shrink" and not comm.outlives_ranks:
-        raise ValueError(
-            "on_death='shrink' needs ranks that outlive one another, over a gloo group or in a simulated world; "
-            "under MPI the launcher ends the whole job when a rank dies, so leave on_death='error' there"
+    def _rest(self, stage: Stage, last: Mapping[int, Weighted] | None) -> Iterator[PartialResult]:
+        """Has no more steps for now, or none at all: yields rounds until ranks have met, or all is over."""
+        machine = self._machine
+        given = {fragment: self._like.copies(one, fragment) for fragment, one in (last or {}).items()}
+        if machine.over:
+            if given:
+                raise RuntimeError(
+                    "something is given after the last round: make a new PartialAllreduce, on every rank"
+                )
+            yield from self._taken()
+            return
+        meeting = machine.meetings + 1 if stage is Stage.PAUSED else None
+        with self._lock:
+            self._check()
+            self._add(given)
+            self._do(machine.rested(stage, given))
+
+        def over() -> bool:
+            return machine.over or (meeting is not None and machine.meetings >= meeting)
+
+        while not over():
+            yield from self._taken(meeting)
+            self._wait(lambda: bool(self._results) or over())
+        yield from self._taken(meeting)
+
+    def _taken(self, meeting: int | None = None, leaving: int = 0) -> list[PartialResult]:
+        """Rounds that are over and were not taken yet; up to the meeting of this number, once that has been.
+
+        leaving: how many of the last ones stay for a later call, if there are two or more.
+        """
+        with self._lock:
+            met = meeting is not None and self._machine.meetings >= meeting
+            self._leaving = leaving
+            first = self._results[: max(1, len(self._results) - leaving)]
+            taken = [result for result in first if not met or result.round <= self._machine.met]
+            self._results = self._results[len(taken) :]
+        return [replace(result, total=self._like.shaped(result)) for result in taken]
+
+    def _wait(self, over: Callable[[], bool]) -> None:
+        """Waits until a condition holds, looked at after every signal; raises what has gone wrong meanwhile.
+
+        A slow rank is waited for as long as it takes, but its engine must answer.
+        """
+        ask = partial(self._signals.send, value=Kind.LIVES)
+        pulse = Pulse(self.comm.rank, self.comm.timeout, ask, self._answered, self._waiting)
+        self._count("waits", True)
+        try:
+            while not self._waited_for(over, pulse.seconds):
+                if silent := pulse.feel(self._others - self._gone(), self._needs(), self._waits()):
+                    self._give_up_on(silent, pulse.silence(silent[0]))
+        finally:
+            self._count("waits", False)
+        self._check()
+
+    def _waited_for(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Waits for so long at most; returns whether the condition holds."""
+        try:
+            with tracing.labelled("wait"):
+                self._signals.wait_until(lambda: self._looks(over), seconds)
+        except TimeoutError:
+            if self.comm.size == 1:
+                raise
+            return False
+        return True
+
+    def _count(self, what: str, begins: bool) -> None:
+        """Adds up seconds until now, in which what has begun goes on."""
+        with self._lock:
+            now = self.comm.clock()
+            self._exchanging += (now - self._since) * bool(self._busy)
+            self._waited += (now - self._since) * ("waits" in self._busy)
+            self._since = now
+            (self._busy.add if begins else self._busy.discard)(what)
+
+    def _give_up_on(self, silent: Sequence[int], why: str) -> None:
+        """Goes on without ranks that do not answer, where they hear of it from their next group; else fails."""
+        if not (self._shrinks and self.comm.hasty):
+            self._signals.fail(why)
+            return
+        self.given_up |= set(silent)
+        with self._lock:
+            for rank in silent:
+                self._do(self._machine.gone(rank))
+
+    def _restore(self, state: Mapping[str, Any], *, joins: bool) -> None:
+        """Restores a state, before the first round. joins: a peer's, whose deposits stay there."""
+        machine, self._results = state["machine"], [PartialResult(**result) for result in state["results"]]
+        if joins:
+            machine = {**machine, "stage": Stage.RUNNING, "held": [], "waits": False, "given": machine["round"] - 1}
+        else:
+            self._residuals, self._leaving = _copies(state["residuals"]), state["leaving"]
+            for deposits, theirs in zip(self._deposits, state["deposits"], strict=True):
+                deposits.restore(theirs)
+        self._machine.restore(machine)
+
+    def _between(self) -> dict[str, Any]:
+        """State of this rank in the rounds, but for what it has given since the last one."""
+        return {"machine": self._machine.state(), "residuals": _copies(self._residuals), "leaving": self._leaving}
+
+    def _on_signal(self, source: int, value: int) -> None:
+        round_, kind = divmod(value, KINDS)
+        alien = kind in OWN and source != self.comm.rank
+        if kind not in KNOWN or alien or (kind == Kind.GONE and not self._shrinks):
+            raise CollectiveError(
+                f"rank {source} sent {value}, which no rank says to another in partial rounds: do all ranks run the "
+                "same version?"
+            )
+        self._answered.add(source)
+        waits = kind == Kind.LIVES or (kind == Kind.LIVE and round_ == WAITS)
+        (self._waiting.add if waits else self._waiting.discard)(source)
+        with self._lock:
+            if kind == Kind.OVER:
+                if round_ == self._number:
+                    self._collective_over()
+            elif kind == Kind.GRACE_OVER:
+                self._do(self._machine.grace_over(round_))
+            elif kind == Kind.LIVES:
+                self._signals.send(source, KINDS * (WAITS if "waits" in self._busy else 0) + Kind.LIVE)
+            elif kind == Kind.CLOSES:
+                self._closing |= {source}
+            elif kind != Kind.LIVE:
+                self._do(self._machine.heard(source, Kind(kind), round_))
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Signal):
+                self._signals.send(action.peer, KINDS * action.round + action.kind)
+            elif isinstance(action, Join):
+                self._join(action)
+            elif isinstance(action, Recover):
+                self._recover()
+            elif isinstance(action, LeftOut):
+                self._left_out = f"{self.name} was left out: others have lost the connection to it"
+            elif self._graced != action.round:
+                self._graced = action.round
+                self._signals.remind(self._seconds_of_grace(), KINDS * action.round + Kind.GRACE_OVER)
+
+    def _seconds_of_grace(self) -> float:
+        share, seconds = self._grace
+        apart = [later - earlier for earlier, later in pairwise(self._began)]
+        return share * statistics.median(apart) if share and apart else seconds
+
+    def _join(self, join: Join) -> None:
+        self._began.append(self.comm.clock())
+        late, late_round = self._arrivals.began(join.round, self._began[-1], fresh=join.fresh)
+        fragment = self._fragment
+        taken = self._brought = self._deposits[fragment]
+        self._deposits[fragment] = Deposits(taken.like)
+        brings = (taken.weight, taken.count, taken.finite)
+        changes = self.changes
+        settings = 0 if changes is None else zlib.crc32(changes.encode(), 1)
+        header = Header(join.stage, join.contributes, join.fresh, *brings, late, late_round, self.calls, settings)
+        said = f"{self.name} has changed {changes or 'nothing'}"
+        rounding = None
+        if self._bits is not None:
+            rounding = Rounding(self._bits, self._residuals[fragment], self._weighted)
+        own = taken.tensors or _zeros(taken.like)
+        self._begin(partial(partial_round, header, own, rounding, said), f"round {join.round}")
+
+    def _abandon(self) -> None:
+        """Cancels the collective under way, whose end is of no use to this rank any more."""
+        if isinstance(self._collective, Attempt):
+            self._collective.cancel()
+
+    def _recover(self) -> None:
+        self._abandon()
+        last, ranks, like = self._last, self.comm.size, self._deposits[self._fragment].like
+        self._begin(partial(recovery, self._machine.round, last, ranks, like), "what is over")
+
+    def _begin(self, make: Callable[[int, int], Schedule[Any]], what: str) -> None:
+        """Begins a collective among the ranks that are left; make: gives the schedule of a position among so many."""
+        members = sorted(self._machine.members)
+        self._number += 1
+        self._count("round", True)
+        told = self._kept(make(members.index(self.comm.rank), len(members)), self._number)
+        if self._data is None:
+            self._collective = self._signals.attempt(told, members, facts=f"{self._facts}: {what} of {members}")
+        else:  # slow ranks are waited for, and a death fails it on all ranks alike
+            self._collective = start(told, self._data, facts=self._facts, timeout=math.inf)
+        self._collective.when_over(partial(self._tell_over, self._number))
+
+    def _kept(self, schedule: Schedule[Any], number: int) -> Schedule[None]:
+        result = yield from schedule
+        if number == self._number:
+            self._value = result
+
+    def _tell_over(self, number: int) -> None:
+        with suppress(CollectiveError):  # they have failed already
+            self._signals.send(self.comm.rank, KINDS * number + Kind.OVER)
+
+    def _collective_over(self) -> None:
+        collective = self._collective
+        self._count("round", False)
+        if isinstance(collective, Attempt) and collective.lost is not None:
+            self._do(self._machine.gone(collective.lost))
+        elif collective is not None and collective.error is not None:
+            raise CollectiveError(str(collective.error)) from collective.error
+        elif not self._machine.recovering:
+            headers, totals, residual = self._value
+            self._end_round(self._of_all(headers, totals), self._machine.completed, residual)
+        elif self._value is not None:
+            residual = _zeros(self._residuals[self._fragment]) if self._value[1] else None  # what it was nobody knows
+            self._end_round(self._value, self._machine.recovered, residual)
+        else:
+            if self._machine.joined and self._brought is not None:
+                self._deposits[self._fragment].put_back(self._brought)
+            self._brought = None
+            self._do(self._machine.recovered(None))
+
+    def _of_all(self, headers: Sequence[Header], totals: list[Tensor]) -> Ended:
+        """Headers of all ranks, also of those that are gone, and the totals."""
+        of = dict(zip(sorted(self._machine.members), headers, strict=True))
+        return [of.get(rank, Header(Stage.GONE)) for rank in range(self.comm.size)], totals
+
+    def _end_round(self, ended: Ended, tell: Callable[..., list[Action]], residual: list[Tensor] | None) -> None:
+        headers, totals = ended
+        if residual is not None:
+            self._residuals[self._fragment] = residual
+        round_, self._brought = self._machine.round, None
+        if self._shrinks:
+            self._last = headers, [total.clone() for total in totals]  # the user may change what he gets
+        meetings = self._machine.meetings
+        actions = tell(headers, behind=len(self._results) + 1 > self._leaving)
+        met = self._machine.meetings > meetings
+        self.called = not met and (self.called or any(header.calls for header in headers))
+        if met:  # who has finished changes nothing any more
+            self.changes = "" if self.changes is not None and self._machine.stage is Stage.FINISHED else None
+        if met and not self._machine.over:
+            self._at_meeting = self._between()
+        self.lateness.record(headers)
+        if totals:
+            self._results.append(self._result(round_, headers, totals))
+        self._do(actions)
+
+    def _result(self, round_: int, headers: Sequence[Header], totals: list[Tensor]) -> PartialResult:
+        def who(says: Callable[[Header], bool]) -> tuple[int, ...]:
+            return tuple(rank for rank, header in enumerate(headers) if says(header))
+
+        return PartialResult(
+            total=totals,
+            round=round_,
+            fragment=round_ % self._machine.rules.fragments,
+            contributors=who(lambda header: header.contributes),
+            fresh=who(lambda header: header.fresh),
+            staleness=tuple(self._machine.missed),
+            deposits=sum(header.deposits for header in headers),
+            weight=sum(header.weight for header in headers),
+            nonfinite=who(lambda header: not header.finite),
+            members=who(lambda header: header.stage is not Stage.GONE),
         )
-    if on_death == "error" and comm.hasty:
-        raise ValueError(
-            "on_death='error' ends all ranks with the first that dies, but those of an Elastic go on: leave it out, or "
-            "give a fixed group"
-        )
-    return on_death == "shrink"
+
+    @property
+    def _fragment(self) -> int:
+        """Fragment of the current round."""
+        return self._machine.round % self._machine.rules.fragments
+
+    def _gone(self) -> frozenset[int]:
+        """Ranks that have departed, or are gone as others tell."""
+        return self._signals.departed | self._others - self._machine.members
+
+    def _needs(self) -> Collection[int]:
+        """Ranks that this one waits for by itself, as it would not hear of them from others."""
+        if self._machine.over:
+            return self._others - self._closing
+        if self._collective is not None and (self._machine.joined or self._machine.recovering):
+            return self._collective.peers
+        return {self._machine.coordinator}
+
+    def _looks(self, over: Callable[[], bool]) -> bool:
+        """Whether the condition holds, or waiting is in vain. A rank that has departed and has not closed is gone.
+
+        Without `shrinks` such a rank is waited for in the round's collective, which fails alike on all ranks.
+        """
+        with self._lock:
+            gone = self._signals.departed - self._closing
+            if self._shrinks:
+                for rank in sorted(gone):
+                    self._do(self._machine.gone(rank))
+            elif gone and not self._machine.over and not self._machine.joined:
+                self._do(self._machine.heard(self.comm.rank, Kind.BEGIN, self._machine.round))
+            return bool(self._left_out) or over()
+
+    def _check(self) -> None:
+        self._signals.check()
+        if self._left_out:
+            raise (LeftOutError if self.comm.hasty else CollectiveError)(self._left_out)
+
+    def _waits(self) -> str:
+        machine = self._machine
+        whom = "all others to end it"
+        if not machine.joined:
+            whom = f"rank {machine.coordinator} to begin it, which must synchronize() before it waits elsewhere"
+        return f"rank {machine.rank} waits in partial round {machine.round} for {whom}"
 
 
-def _listed(tensors: Any) -> list[Any]:
-    """Tensors, or what is given in their place, as a list."""
-    return list(tensors) if isinstance(tensors, Iterable) and not hasattr(tensors, "shape") else [tensors]
+def _copies(lists: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    return [[one.clone() for one in each] for each in lists]
 
 
-def _is_dense(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.layout == torch.strided and not one.is_meta
-
-
-def _kind(one: Any) -> str:
-    return f"{one.dtype} on {one.device}, {one.layout}" if isinstance(one, Tensor) else type(one).__name__
-
-
-def _checked_weight(weight: Any, like: Sequence[Tensor]) -> float:
-    """Weight as a number, a whole one where `like` holds integers."""
-    given = weight.item() if math.prod(getattr(weight, "shape", (0,))) == 1 else weight
-    if not isinstance(given, Real):
-        raise TypeError(f"weight is {weight!r}, expected a number, such as that of samples")
-    try:
-        number = float(given)
-    except OverflowError:
-        number = math.inf
-    if not 0 <= number < math.inf:
-        raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
-    if not any(one.dtype in INTEGER for one in like):
-        return number
-    if not number.is_integer():
-        raise ValueError(f"weight is {weight!r}, expected a whole number, as `like` holds integers")
-    return int(number)
-
-
-def _fragments(like: Tensors | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    of = _listed(like)
-    return [list(each) for each in of] if of and all(isinstance(each, list | tuple) for each in of) else [of]
-
-
-def _check_like(like: Sequence[Tensor], compress: str | None) -> None:
-    if not (compress is None or compress in tuple(BITS)):
-        raise ValueError(f"compress is {compress!r}, expected None or one of {tuple(BITS)}")
-    if not like or not all(isinstance(one, Tensor) for one in like):
-        kinds = [_kind(one) for one in like]
-        raise TypeError(f"like is no tensor, nor a list of them: {kinds}; expected what to sum, torch.from_numpy(x)")
-    if wrong := [_kind(one) for one in like if not _is_dense(one) or one.dtype not in (*FLOATING, *INTEGER)]:
-        raise TypeError(f"like holds {wrong}, expected dense tensors of a dtype that adds: {[*FLOATING, *INTEGER]}")
-    if compress and (others := [str(one.dtype) for one in like if one.dtype != torch.float32]):
-        raise TypeError(f"like holds {others}, expected float32 alone, which compress={compress!r} rounds")
-
-
-def _check_alike(what: str, given: Sequence[Sequence[Tensor]], own: Sequence[Sequence[Tensor]]) -> None:
-    """Raises ValueError for tensors of a state, by fragment, that are of other sizes or dtypes than the own ones."""
-    got, expected = ([[(tuple(one.shape), one.dtype) for one in each] for each in of] for of in (given, own))
-    if got != expected:
-        raise ValueError(f"{what} of {got} are given, expected {expected}: as like= and compress= are here")
+def _zeros(like: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(one) for one in like]

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,24 @@ RANK_HELP = (
     "ports of some ranks, again and again: 3:up=5mbit,down=50mbit,delay=30ms,jitter=5ms,loss=0.1%% or "
     f"0-2:PRESET, of {', '.join(PRESETS)}"
 )
+
+
+def fitting(kind: Callable[[str], N], fits: Callable[[N], bool], expected: str) -> Callable[[str], N]:
+    """Parser of numbers that fit; ArgumentTypeError for anything else."""
+
+    def parsed(text: str) -> N:
+        with suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+    return parsed
+
+
+EVEN = f"an even number of ranks from 2 to {MOST_RANKS}: ping-pong is played by two"
+PLAYERS = fitting(int, lambda ranks: ranks in range(2, MOST_RANKS + 1, 2), EVEN)
+REPEATS = fitting(int, lambda count: count >= 2, "a whole number of 2 or more")
+TIME_LIMIT = fitting(float, lambda seconds: seconds > 0, "seconds above 0, such as 60")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +80,7 @@ def run_command(argv: Sequence[str]) -> int:
     parser.add_argument("--rank", action="append", default=[], metavar="RANKS:SETTINGS", help=RANK_HELP)
     parser.add_argument("--ports", type=Path, metavar="FILE", help="of lines as of --rank, which change them")
     parser.add_argument("--congestion", default=CONGESTION, metavar="NAME", help="TCP's, such as bbr; default reno")
-    parser.add_argument("--timeout", type=time_limit, default=math.inf, metavar="SECONDS", help="default: none")
+    parser.add_argument("--timeout", type=TIME_LIMIT, default=math.inf, metavar="SECONDS", help="default: none")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="what runs, after --")
     options = parser.parse_args(argv)
     found = program(options.command, ranks=options.ranks)
@@ -83,8 +102,8 @@ def check_command(argv: Sequence[str]) -> int:
         return NOT_STARTED
     parser = argparse.ArgumentParser(prog="python -m slow_link check", description=check.__doc__)
     add_link(parser)
-    parser.add_argument("--ranks", type=players, nargs="+", default=[2, 4], metavar="P", help="even; default 2 4")
-    parser.add_argument("--repeats", type=repeats, default=15, metavar="N", help="of each measurement; default 15")
+    parser.add_argument("--ranks", type=PLAYERS, nargs="+", default=[2, 4], metavar="P", help="even; default 2 4")
+    parser.add_argument("--repeats", type=REPEATS, default=15, metavar="N", help="of each measurement; default 15")
     options = parser.parse_args(argv)
     link = {"mbit_per_second": options.rate, "milliseconds": options.delay}
     return 0 if good(check(**link, ranks=options.ranks, repeats=options.repeats)) else 1
@@ -107,31 +126,6 @@ def rate(text: str) -> float:
 def delay(text: str) -> float:
     """Parses a delay into milliseconds; ArgumentTypeError for anything else."""
     return _amount(text, "delay")
-
-
-def time_limit(text: str) -> float:
-    """Parses seconds above 0; ArgumentTypeError for anything else."""
-    return _number(text, float, lambda seconds: seconds > 0, "seconds above 0, such as 60")
-
-
-def players(text: str) -> int:
-    """Parses an even number of ranks; ArgumentTypeError for anything else."""
-    even = f"an even number of ranks from 2 to {MOST_RANKS}: ping-pong is played by two"
-    return _number(text, int, lambda ranks: ranks in range(2, MOST_RANKS + 1, 2), even)
-
-
-def repeats(text: str) -> int:
-    """Parses a number of repeats of which a tenth can be taken; ArgumentTypeError for anything else."""
-    return _number(text, int, lambda count: count >= 2, "a whole number of 2 or more")
-
-
-def _number(text: str, kind: Callable[[str], N], fits: Callable[[N], bool], expected: str) -> N:
-    try:
-        if fits(value := kind(text)):
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
 
 def _amount(text: str, kind: str) -> float:

@@ -70,6 +70,10 @@ class Launcher:
         """Words before a rank's command that start it in its place on the link."""
         return []
 
+    def environment(self) -> Mapping[str, str]:
+        """Variables of every rank on this link, however it is started."""
+        return {}
+
     def mpi_environment(self) -> Mapping[str, str]:
         """MPICH's variables for TCP on the link alone; without NOLOCAL it would see one host and use shared memory."""
         tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": self.device}
@@ -188,7 +192,7 @@ class Launcher:
             try:
                 for command, environment, outputs in zip(commands, environments, kept, strict=True):
                     out, err = outputs or (None, None)
-                    own = {**os.environ, **environment}
+                    own = {**os.environ, **self.environment(), **environment}
                     started = Popen(command, stdin=DEVNULL, stdout=out, stderr=err, env=own, start_new_session=True)
                     processes.append(started)
                 in_time = self._wait(processes, timeout)

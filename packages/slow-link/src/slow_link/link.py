@@ -113,13 +113,10 @@ class SlowLink(Launcher):
         """Words that enter the rank's network namespace."""
         return ["ip", "netns", "exec", namespaces.name_of(self._number, rank)]
 
-    def mpi_environment(self) -> Mapping[str, str]:
-        """MPICH's variables, and NCCL's."""
-        return {**super().mpi_environment(), **_nccl()}
-
-    def store(self) -> Mapping[str, str]:
-        """Variables of env:// and gloo, and NCCL's."""
-        return {**super().store(), **_nccl()}
+    def environment(self) -> Mapping[str, str]:
+        """NCCL's variables: the link's device; the others as the user has set them, else so that it uses the link."""
+        chosen = {name: os.environ.get(name, value) for name, value in NCCL.items()}
+        return {**chosen, "NCCL_SOCKET_IFNAME": namespaces.DEVICE}
 
     def first_address(self) -> tuple[str, int]:
         """Address of rank 0; any port is free, because the namespace is new."""
@@ -202,12 +199,6 @@ class SlowLink(Launcher):
                 namespaces.remove(name)
 
 
-def _nccl() -> dict[str, str]:
-    """NCCL's variables: the link's device, and the others as the user has set them, else so that it uses the link."""
-    chosen = {name: os.environ.get(name, value) for name, value in NCCL.items()}
-    return {**chosen, "NCCL_SOCKET_IFNAME": namespaces.DEVICE}
-
-
 def _told(port: Port) -> str:
     rates = f"up {port.up:g} Mbit/s, down {port.down:g} Mbit/s, {port.delay:g} ms"
     more = [f"jitter {port.jitter:g} ms"] * (port.jitter > 0) + [f"loss {port.loss:.3g}"] * (port.loss > 0)
@@ -225,13 +216,13 @@ class ThrottledLink(Launcher):
             f"{self.alpha * 1e3:g} ms + {self.beta * 1e9:g} ns a byte, and everything else runs at full speed"
         )
 
-    def mpi_environment(self) -> Mapping[str, str]:
+    def environment(self) -> Mapping[str, str]:
         """Passes α and β to the ranks."""
         return {THROTTLE: f"{self.alpha!r},{self.beta!r}"}
 
-    def store(self) -> Mapping[str, str]:
-        """Places rank 0 on loopback; passes α and β."""
-        return {**super().store(), **self.mpi_environment()}
+    def mpi_environment(self) -> Mapping[str, str]:
+        """Leaves MPI whatever transport it takes by itself."""
+        return {}
 
 
 def open_link(*, ranks: int, mbit_per_second: float, milliseconds: float) -> SlowLink | ThrottledLink:

@@ -26,10 +26,6 @@ FLAGS = {"m", "module", "no-python", "run-path"}
 """Options of torchrun before the script: PLACES, of nodes, are refused; KEPT take a value, FLAGS take none."""
 
 
-class NotUnderstood(ValueError):  # noqa: N818 - of what was typed
-    """Error for a command whose ranks cannot be told from it; says what is expected."""
-
-
 class Program(NamedTuple):
     """Command of `ranks` processes. run: (link, timeout in seconds) -> the result of each process started here."""
 
@@ -40,7 +36,7 @@ class Program(NamedTuple):
 def program(words: Sequence[str], *, ranks: int | None) -> Program:
     """Parses a command line.
 
-    ranks: for commands that do not say it themselves. NotUnderstood where the two disagree, or neither says it.
+    ranks: for commands that do not say it themselves. ValueError where the two disagree, or neither says it.
     """
     name = Path(words[0]).name
     if name in MPIEXEC:
@@ -50,36 +46,29 @@ def program(words: Sequence[str], *, ranks: int | None) -> Program:
     elif list(words[1:3]) == ["-m", "torch.distributed.run"]:
         found = _torchrun(list(words[:3]), list(words[3:]))
     elif ranks is None:
-        raise NotUnderstood(f"--ranks P is missing: {name} is neither mpiexec nor torchrun, which say it themselves")
+        raise ValueError(f"--ranks P is missing: {name} is neither mpiexec nor torchrun, which say it themselves")
     else:
         found = Program(ranks, lambda link, timeout: link.processes(words, timeout=timeout, capture=False))
     if ranks not in (None, found.ranks):
-        raise NotUnderstood(f"--ranks {ranks} was given, and {name} is asked for {found.ranks}: leave --ranks out")
+        raise ValueError(f"--ranks {ranks} was given, and {name} is asked for {found.ranks}: leave --ranks out")
     return found
 
 
 def _mpiexec(words: list[str]) -> Program:
-    ranks, section, start, rest = 0, list[str](), [_mpich(words[0])], words[1:]
+    ranks, section, start, rest = 0, list[str](), [find_mpiexec(words[0])], words[1:]
     while rest and rest[0].startswith("-"):
         option = "-" + rest[0].lstrip("-")
         if option not in LENGTHS:
-            raise NotUnderstood(f"{words[0]} {rest[0]}: options that can be passed on are {', '.join(LENGTHS)}")
+            raise ValueError(f"{words[0]} {rest[0]}: options that can be passed on are {', '.join(LENGTHS)}")
         taken, rest = rest[: 1 + LENGTHS[option]], rest[1 + LENGTHS[option] :]
         if option in COUNT:
             ranks = _count(taken)
         else:
             (section if option in SECTIONS else start).extend(taken)
     if not ranks or not rest or ":" in rest:
-        raise NotUnderstood(f"expected {words[0]} -n P COMMAND ..., one command for all ranks; got {' '.join(words)}")
+        raise ValueError(f"expected {words[0]} -n P COMMAND ..., one command for all ranks; got {' '.join(words)}")
     how: dict[str, Any] = {"mpiexec": start, "section": section, "capture": False}
     return Program(ranks, lambda link, timeout: [link.mpiexec(rest, timeout=timeout, **how)])
-
-
-def _mpich(word: str) -> str:
-    try:
-        return find_mpiexec(word)
-    except ValueError as error:
-        raise NotUnderstood(str(error)) from None
 
 
 def _torchrun(start: list[str], rest: list[str]) -> Program:
@@ -95,18 +84,18 @@ def _torchrun(start: list[str], rest: list[str]) -> Program:
         elif name in KEPT | FLAGS:
             kept += taken
         elif name in PLACES and (name, given[1:]) != ("nnodes", ["1"]):
-            raise NotUnderstood(
+            raise ValueError(
                 f"{start[0]} {' '.join(given)}: every rank is a node of its own here, at an address that the link "
                 "chooses; ask for P ranks by --nproc-per-node P alone"
             )
         elif name not in {"standalone", *PLACES}:
-            raise NotUnderstood(f"{start[0]} {option}: not known here, so not known whether a word belongs to it")
+            raise ValueError(f"{start[0]} {option}: not known here, so not known whether a word belongs to it")
     if not ranks or not rest:
-        raise NotUnderstood(f"expected {start[0]} --nproc-per-node P SCRIPT ..., got {typed}")
+        raise ValueError(f"expected {start[0]} --nproc-per-node P SCRIPT ..., got {typed}")
     return Program(ranks, lambda link, timeout: link.torchrun(rest, timeout=timeout, capture=False, torchrun=kept))
 
 
 def _count(words: list[str]) -> int:
     if len(words) != 2 or not words[1].isdecimal() or int(words[1]) < 1:
-        raise NotUnderstood(f"expected {words[0]} P with P a whole number from 1, got {' '.join(words)}")
+        raise ValueError(f"expected {words[0]} P with P a whole number from 1, got {' '.join(words)}")
     return int(words[1])

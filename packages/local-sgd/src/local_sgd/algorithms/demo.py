@@ -13,7 +13,7 @@ from communicators import Communicator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from local_sgd.algorithms.sparseloco import ChunkMean, InChunks
+from local_sgd.algorithms.sparseloco import ChunkMean
 from local_sgd.averaging import all_finite
 from local_sgd.compression import Selected
 from local_sgd.driver import Driver
@@ -93,7 +93,7 @@ class DeMo(PeriodicAveraging):
                 "the optimizer inside has a weight decay, without effect on steps from zeros: give it weight_decay=0, "
                 "and DeMo the weight_decay"
             )
-        driver = Driver(Cosines(decay=decay, topk=topk, chunk=chunk))
+        driver = Driver(CosineMean(topk=topk, chunk=chunk, decay=decay))
         super().__init__(optimizer, SignStep(weight_decay), sync_every=sync_every, driver=driver, **settings)
         for part in driver.parts:
             if part.remainder is None:
@@ -121,35 +121,21 @@ class DeMo(PeriodicAveraging):
         return loss
 
 
-@dataclass(frozen=True)
-class Cosines(InChunks):
-    """Settings of a `CosineMean`."""
-
-    topk: int = 32
-    chunk: int = 64
-
-    def __post_init__(self) -> None:
-        whole("topk", self.topk)
-        if whole("chunk", self.chunk) > LARGEST_CHUNK:
-            raise ValueError(f"chunk is {self.chunk}, expected {LARGEST_CHUNK} at most")
-        below_one("decay", self.decay)
-
-    def __repr__(self) -> str:
-        """Text that is the same on every rank."""
-        return f"cosines(topk={self.topk}, chunk={self.chunk}, decay={self.decay!r})"
-
-    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> CosineMean:
-        return CosineMean(parts, self, comm, what)
-
-
 class CosineMean(ChunkMean):
     """Sign of the mean of the largest coefficients of each block; residuals are coefficients, block by block."""
 
-    _settings: Cosines
+    def __init__(self, *, topk: int, chunk: int, decay: float) -> None:
+        super().__init__(density=1.0, decay=below_one("decay", decay))
+        if whole("chunk", chunk) > LARGEST_CHUNK:
+            raise ValueError(f"chunk is {chunk}, expected {LARGEST_CHUNK} at most")
+        self._topk, self._chunk = whole("topk", topk), chunk
+        self.kind = f"cosines in blocks of {chunk}"
 
-    def __init__(self, parts: Sequence[Part], settings: Cosines, comm: Communicator, what: str) -> None:
-        super().__init__(parts, settings, comm, what)
-        self.kind = f"cosines in blocks of {settings.chunk}"
+    def __repr__(self) -> str:
+        return f"cosines(topk={self._topk}, chunk={self._chunk}, decay={self._decay!r})"
+
+    def begin(self, parts: Sequence[Part], comm: Communicator, what: str) -> None:
+        super().begin(parts, comm, what)
         self._starts = {id(part): self._starts_of(part, self.residuals[id(part)]) for part in parts}
 
     def select(self, part: Part, x: Tensor, weight: float) -> Selected:
@@ -161,9 +147,7 @@ class CosineMean(ChunkMean):
     def in_basis(self, part: Part, x: Tensor) -> Tensor:
         found = [x.new_empty(0)]
         for view in part.bucket.views(x):
-            blocks = in_blocks(view, self._settings.chunk)
-            height, width = blocks.shape[-2:]
-            found.append(product(cosines(height, x), blocks, cosines(width, x).T).reshape(-1))
+            found.append(transformed(in_blocks(view, self._chunk)).reshape(-1))
         return torch.cat(found)
 
     def out_of_basis(self, part: Part, mean: Tensor) -> Tensor:
@@ -172,9 +156,8 @@ class CosineMean(ChunkMean):
             return torch.full_like(mean, math.nan)
         change = torch.empty_like(mean)
         for to, rows in zip(part.bucket.views(change), self._by_tensor(part, mean), strict=True):
-            blocks = in_blocks(to, self._settings.chunk)
-            height, width = blocks.shape[-2:]
-            blocks.copy_(product(cosines(height, mean).T, rows.view(blocks.shape), cosines(width, mean)).sign_())
+            blocks = in_blocks(to, self._chunk)
+            blocks.copy_(transformed(rows.view(blocks.shape), back=True).sign_())
         return change
 
     def encoded(self, part: Part, x: Tensor) -> Tensor:
@@ -185,7 +168,7 @@ class CosineMean(ChunkMean):
         largest, finite = torch.finfo(torch.bfloat16).max, bool(all_finite(x))
         values, places = [x.new_empty(0)], [x.new_empty(0, dtype=torch.int16)]
         for rows in self._by_tensor(part, x):
-            at = rows.abs().topk(min(self._settings.topk, rows.shape[1]), 1, sorted=False).indices
+            at = rows.abs().topk(min(self._topk, rows.shape[1]), 1, sorted=False).indices
             values.append(rows.gather(1, at).clamp_(-largest, largest).view(-1))
             places.append(at.to(torch.int16).view(-1))
         sent = torch.cat(values) if finite else torch.full_like(torch.cat(values), math.nan)
@@ -201,14 +184,14 @@ class CosineMean(ChunkMean):
         starts, first = [torch.empty(0, dtype=torch.int64, device=like.device)], 0
         for rows in self._by_tensor(part, like):
             begin = first + rows.shape[1] * torch.arange(len(rows), device=like.device)
-            starts.append(begin.repeat_interleave(min(self._settings.topk, rows.shape[1])))
+            starts.append(begin.repeat_interleave(min(self._topk, rows.shape[1])))
             first += rows.numel()
         return torch.cat(starts)
 
     def _by_tensor(self, part: Part, x: Tensor) -> Iterator[Tensor]:
         """Views of coefficients: of each parameter, a row a block."""
         for view in part.bucket.views(x):
-            down, across, height, width = in_blocks(view, self._settings.chunk).shape
+            down, across, height, width = in_blocks(view, self._chunk).shape
             yield view.view(down * across, height * width)
 
 
@@ -222,10 +205,11 @@ def in_blocks(x: Tensor, chunk: int) -> Tensor:
     return x.view(rows // height, height, columns // width, width).transpose(1, 2)
 
 
-def product(left: Tensor, blocks: Tensor, right: Tensor) -> Tensor:
-    """left · blocks · right in the precision of blocks, also inside autocast."""
+def transformed(blocks: Tensor, *, back: bool = False) -> Tensor:
+    """Cosine transforms of blocks of (…, height, width), or back, in their own precision also inside autocast."""
+    down, across = (cosines(side, blocks.dtype, blocks.device) for side in blocks.shape[-2:])
     with torch.autocast(blocks.device.type, enabled=False):
-        return left @ blocks @ right
+        return down.T @ blocks @ across if back else down @ blocks @ across.T
 
 
 @cache
@@ -234,13 +218,9 @@ def side(length: int, chunk: int) -> int:
     return next((side for side in range(min(length, chunk), 0, -1) if length % side == 0), 1)
 
 
-def cosines(side: int, like: Tensor) -> Tensor:
-    """Orthonormal matrix of the cosine transform (DCT-II): a row for each frequency."""
-    return _cosines(side, like.dtype, like.device)
-
-
 @cache
-def _cosines(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def cosines(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Orthonormal matrix of the cosine transform (DCT-II): a row for each frequency."""
     places = torch.arange(side, dtype=torch.float64)
     found = torch.cos(math.pi / side * torch.outer(places, places + 0.5)) * math.sqrt(2 / side)
     found[0] /= math.sqrt(2)

@@ -4,7 +4,7 @@ from typing import Unpack
 
 from torch.optim import Optimizer
 
-from local_sgd.compression import Allreduce, Compress, Compression
+from local_sgd.compression import Allreduce, Compress, compressed
 from local_sgd.levels import Levels, boundaries_of
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
 from local_sgd.periodic import PeriodicAveraging
@@ -36,10 +36,10 @@ class DiLoCo(PeriodicAveraging):
             32 bits or more; default torch's SGD with Nesterov momentum as above. It is then `optimizer.rule.outer`; its
             rates and settings are compared at every boundary, because anchors would differ between ranks otherwise.
         outer_scheduler: Makes a learning-rate scheduler for it, which steps after each outer step, so once a block.
-        compress: Exchanges Δ in fewer bytes, and adds the residual to the next Δ: see `Compression`. The residual takes
+        compress: Exchanges Δ in fewer bytes, and adds the residual to the next Δ: see `compressed`. The residual takes
             as much memory as z.
-        allreduce: With `compress`, the sum over ranks of compressed Δ: see `Compression`. Without, makes the rounds
-            that sum Δ, allreduce(like, comm): see `Rounds` and `OuterRounds`.
+        allreduce: With `compress`, the sum over ranks of compressed Δ: see `compressed`. Without, makes the rounds
+            that sum Δ, allreduce(like, comm): see `MakeRounds` and `OuterRounds`.
         **settings: See `PeriodicAveraging`.
     """
 
@@ -55,6 +55,6 @@ class DiLoCo(PeriodicAveraging):
         **settings: Unpack[Settings],
     ) -> None:
         by_rounds = allreduce is not None and compress is None
-        driver, every = boundaries_of(sync_every, Compression(compress, None if by_rounds else allreduce), settings)
+        driver, every = boundaries_of(sync_every, compressed(compress, None if by_rounds else allreduce), settings)
         by = OuterRounds(allreduce, settings, levels=driver.two_levels) if by_rounds else driver
         super().__init__(optimizer, OuterStep(outer, outer_scheduler), sync_every=every, driver=by, **settings)

@@ -6,7 +6,7 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from local_sgd.compression import Allreduce, Compress, Compression
+from local_sgd.compression import Allreduce, Compress, compressed
 from local_sgd.levels import Levels, boundaries_of
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rule import Part, Rule
@@ -41,8 +41,8 @@ class LocalSGD(PeriodicAveraging):
         sync_every: τ, or two levels: `[(machine, 1), (everybody, 100)]` takes plain means within this rank's small
             group every step, and applies the algorithm among all ranks every 100 steps. See "Over slow links".
         compress: Exchanges the change since the last boundary in fewer bytes, and adds the residual to the next change:
-            see `Compression`. It keeps z, and as much again for the residual.
-        allreduce: Sums compressed changes over ranks: see `Compression`.
+            see `compressed`. It keeps z, and as much again for the residual.
+        allreduce: Sums compressed changes over ranks: see `compressed`.
         **settings: See `PeriodicAveraging`.
     """
 
@@ -55,8 +55,8 @@ class LocalSGD(PeriodicAveraging):
         allreduce: Allreduce | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        compression, rule = Compression(compress, allreduce), Mean()
-        driver, every = boundaries_of(sync_every, compression, settings)
-        if compression:
+        sums, rule = compressed(compress, allreduce), Mean()
+        driver, every = boundaries_of(sync_every, sums, settings)
+        if sums is not None:
             rule.anchors = ("agreed",)
         super().__init__(optimizer, rule, sync_every=every, driver=driver, **settings)

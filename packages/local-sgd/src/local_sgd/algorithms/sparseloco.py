@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Unpack
 
 import torch
-from communicators import Communicator, Schedule, Work, schedules, start
+from communicators import Schedule, Work, schedules, start
 from torch import Tensor
 from torch.optim import Optimizer
 
-from local_sgd.compression import Compression, ResidualSum, Selected
+from local_sgd.compression import ResidualSum, Selected
 from local_sgd.driver import Driver
 from local_sgd.outer import MakeOptimizer, MakeScheduler, OuterStep
 from local_sgd.periodic import PeriodicAveraging
@@ -61,32 +60,8 @@ class SparseLoCo(PeriodicAveraging):
     ) -> None:
         if refused := [name for name in ("weighted", "native") if settings.get(name)]:
             raise ValueError(f"SparseLoCo averages over who sent an element, without {refused[0]}=True: leave it out")
-        driver = Driver(InChunks(density=density, decay=decay))
+        driver = Driver(ChunkMean(density=density, decay=decay))
         super().__init__(optimizer, OuterStep(outer, outer_scheduler), sync_every=sync_every, driver=driver, **settings)
-
-
-@dataclass(frozen=True)
-class InChunks(Compression):
-    """Settings of a `ChunkMean`."""
-
-    density: float = 1 / 64
-    decay: float = 0.95
-
-    def __post_init__(self) -> None:
-        if not 0 < number("density", self.density) <= 1:
-            raise ValueError(f"density is {self.density}, expected above 0, and 1 at most")
-        if not 0 <= number("decay", self.decay) <= 1:
-            raise ValueError(f"decay is {self.decay}, expected 0 ≤ decay ≤ 1")
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __repr__(self) -> str:
-        """Text that is the same on every rank."""
-        return f"chunks(density={self.density!r}, decay={self.decay!r})"
-
-    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> ChunkMean:
-        return ChunkMean(parts, self, comm, what)
 
 
 class ChunkMean(ResidualSum):
@@ -95,12 +70,17 @@ class ChunkMean(ResidualSum):
     `in_basis`, `out_of_basis`, `encoded` and `decoded` say in which basis, of which chunks, and in which bytes.
     """
 
-    carries_nan = False
     kind = "chunks"
 
-    def __init__(self, parts: Sequence[Part], settings: InChunks, comm: Communicator, what: str) -> None:
-        super().__init__(parts, comm, what)
-        self._settings = settings
+    def __init__(self, *, density: float, decay: float) -> None:
+        if not 0 < number("density", density) <= 1:
+            raise ValueError(f"density is {density}, expected above 0, and 1 at most")
+        if not 0 <= number("decay", decay) <= 1:
+            raise ValueError(f"decay is {decay}, expected 0 ≤ decay ≤ 1")
+        self._density, self._decay = density, decay
+
+    def __repr__(self) -> str:
+        return f"chunks(density={self._density!r}, decay={self._decay!r})"
 
     def in_basis(self, part: Part, x: Tensor) -> Tensor:
         """Coefficients of a change, as many as elements; residuals are of these."""
@@ -115,23 +95,34 @@ class ChunkMean(ResidualSum):
     def encoded(self, part: Part, x: Tensor) -> Tensor:
         """Message of the largest coefficients, as bytes; zeros in it do not count."""
         del part
-        return encoded(x, self._settings.density)
+        pieces = [_encoded(rows, self._count(rows)) for rows in _rows(x)]
+        return torch.cat(pieces) if pieces else x.new_empty(0, dtype=torch.uint8)
 
     def decoded(self, part: Part, message: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Places, each once, and values in a message of a vector like that one."""
+        """Places, each once, and values in a message of a vector like that one; zeros were not sent."""
         del part
-        return decoded(message, like, self._settings.density)
+        at = [torch.empty(0, dtype=torch.int64, device=like.device)]
+        found, begin, first = [like.new_empty(0)], 0, 0
+        for rows in _rows(like):
+            count = self._count(rows)
+            end = begin + 4 * len(rows) + 7 * -(-len(rows) * count // 4)
+            places, values = _decoded(message[begin:end], len(rows), count, like.dtype)
+            starts = first + CHUNK * torch.arange(len(rows), device=like.device)
+            at.append((places + starts[:, None]).view(-1))
+            found.append(values.view(-1))
+            begin, first = end, first + rows.numel()
+        return torch.cat(at), torch.cat(found)
 
     def select(self, part: Part, x: Tensor, weight: float) -> Selected:
         residual = self.residuals[id(part)]
         if not weight:
             return Selected(part, residual.clone(), self.encoded(part, x.zero_()))
-        x = self.in_basis(part, x).add_(residual, alpha=self._settings.decay)
+        x = self.in_basis(part, x).add_(residual, alpha=self._decay)
         return Selected(part, x, self.encoded(part, x))
 
     def launch(self, selected: Selected) -> Work[Tensor]:
         given = selected.given
-        facts = f"{self._what}.average() of {given.numel()} elements, {given.dtype}, {self._settings}"
+        facts = f"{self._what}.average() of {given.numel()} elements, {given.dtype}, {self}"
         return start(self._mean(selected), self._comm, facts=facts, device=given.device)
 
     def mean(self, selected: Selected, result: Tensor, weight: float) -> Tensor:
@@ -142,6 +133,9 @@ class ChunkMean(ResidualSum):
             places, values = self.decoded(selected.part, selected.sent, selected.given)
             self.residuals[id(selected.part)] = selected.given.index_add_(0, places, values, alpha=-1)
 
+    def _count(self, rows: Tensor) -> int:
+        return max(1, round(self._density * rows.shape[1]))
+
     def _mean(self, selected: Selected) -> Schedule[Tensor]:
         message, like, comm = selected.sent, selected.given, self._comm
         total, senders = torch.zeros_like(like), torch.zeros_like(like)
@@ -150,31 +144,6 @@ class ChunkMean(ResidualSum):
             total.index_add_(0, places, values)
             senders.index_add_(0, places, (values != 0).to(values))
         return total.div_(senders.clamp_(min=1))
-
-
-def encoded(x: Tensor, density: float) -> Tensor:
-    """Bytes of the largest elements of each chunk of 1-D x."""
-    pieces = [_encoded(rows, _count(rows, density)) for rows in _rows(x)]
-    return torch.cat(pieces) if pieces else x.new_empty(0, dtype=torch.uint8)
-
-
-def decoded(message: Tensor, like: Tensor, density: float) -> tuple[Tensor, Tensor]:
-    """Places, each once, and values of the elements in a message of a vector like that one; zeros were not sent."""
-    at = [torch.empty(0, dtype=torch.int64, device=like.device)]
-    found, begin, first = [like.new_empty(0)], 0, 0
-    for rows in _rows(like):
-        count = _count(rows, density)
-        end = begin + 4 * len(rows) + 7 * -(-len(rows) * count // 4)
-        places, values = _decoded(message[begin:end], len(rows), count, like.dtype)
-        starts = first + CHUNK * torch.arange(len(rows), device=like.device)
-        at.append((places + starts[:, None]).view(-1))
-        found.append(values.view(-1))
-        begin, first = end, first + rows.numel()
-    return torch.cat(at), torch.cat(found)
-
-
-def _count(rows: Tensor, density: float) -> int:
-    return max(1, round(density * rows.shape[1]))
 
 
 def _rows(x: Tensor) -> Iterator[Tensor]:

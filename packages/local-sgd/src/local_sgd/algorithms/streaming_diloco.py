@@ -6,7 +6,7 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from local_sgd.compression import Allreduce, Compress, Compression
+from local_sgd.compression import Allreduce, Compress, compressed
 from local_sgd.driver import Driver
 from local_sgd.fragments import Fragments
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
@@ -76,6 +76,6 @@ class StreamingDiLoCo(PeriodicAveraging):
         if allreduce is not None and compress is None:
             driver: Driver = OuterRounds(allreduce, settings, fragments=fragments, delay=delay)
         else:
-            driver = Driver(Compression(compress, allreduce), fragments, delay)
+            driver = Driver(compressed(compress, allreduce), fragments, delay)
         rule = Mixed(outer, outer_scheduler, below_one("alpha", alpha))
         super().__init__(optimizer, rule, sync_every=sync_every, driver=driver, **settings)

@@ -5,6 +5,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from communicators import Communicator
+
 Quorum: TypeAlias = int | Literal["solo", "majority"]
 
 MAX_STALENESS = 8
@@ -58,3 +60,38 @@ def check_rules(quorum: Quorum, max_staleness: int, grace: bool, seed: int, size
     if max_staleness < 0:
         raise ValueError(f"max_staleness is {max_staleness}, expected 0 (every round waits for all) or more")
     return Rules(quorum, max_staleness, grace, seed, fragments)
+
+
+def parsed_grace(grace: float | str) -> tuple[float, float]:
+    """Grace as (share of the median, seconds); one of them is 0."""
+    text = isinstance(grace, str) and grace.endswith("x")
+    try:
+        if isinstance(grace, bool):
+            raise TypeError
+        number = float(grace[:-1]) if text and isinstance(grace, str) else float(grace)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"grace is {grace!r}, expected seconds, or a share of the rounds' median such as '0.5x'"
+        ) from None
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"grace is {grace!r}, expected 0 or more")
+    return (number, 0.0) if text else (0.0, number)
+
+
+def goes_on_after_death(on_death: str | None, comm: Communicator) -> bool:
+    """Whether others go on after a death; ValueError where they cannot, or must."""
+    if on_death is None:
+        return comm.hasty
+    if on_death not in ("error", "shrink"):
+        raise ValueError(f"on_death is {on_death!r}, expected 'error' or 'shrink'")
+    if on_death == "shrink" and not comm.outlives_ranks:
+        raise ValueError(
+            "on_death='shrink' needs ranks that outlive one another, over a gloo group or in a simulated world; "
+            "under MPI the launcher ends the whole job when a rank dies, so leave on_death='error' there"
+        )
+    if on_death == "error" and comm.hasty:
+        raise ValueError(
+            "on_death='error' ends all ranks with the first that dies, but those of an Elastic go on: leave it out, or "
+            "give a fixed group"
+        )
+    return on_death == "shrink"
