@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, Link, allgather, as_communicator
-from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
+from data_parallel import SparseHookState, UpdateOptimizer
 from replicas import MuonAdamW
 from sparse_collectives import Prediction
 from torch import nn
@@ -25,7 +25,7 @@ from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import DENSITIES, LINKS, MOST_RANKS, Situation
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import BY_NAME, Way
+from thinwire.advice.ways import DENSE, MADE, Way
 
 USUAL_STEPS = 1000
 FSDP = {"FSDPModule", "FullyShardedDataParallel"}
@@ -150,15 +150,10 @@ class Plan:
         if _named(optimizer) != self.situation.optimizer:
             raise ValueError(f"the advice is for {self.situation.optimizer}, but this is {type(optimizer).__name__}")
         p, ddp = self._of_rank_0(ranks), _in_ddp(model)
-        if p.variant in BY_NAME:
-            return model, self._other(BY_NAME[p.variant], model, optimizer, steps, comm)
-        if p.algorithm == "dense":
-            if ddp is None:
-                named: Any = {"algorithm": "dense", "wire": p.wire}
-                return model, DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **named)
-            if p.wire == "bf16":
-                SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="bf16")
+        if p.name == DENSE.name and ddp is not None:  # which sums them itself
             return model, optimizer
+        if p.name in MADE:
+            return model, self._other(MADE[p.name], model, optimizer, steps, comm)
         settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire, "density": p.density, "steps": steps}
         settings |= {"options": dict(p.options)} if p.options else {}
         if ddp is not None and not self.situation.sends_updates:
