@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from communicators import Communicator, Link, allgather, as_communicator
+from communicators import Communicator, Link, as_communicator
 from data_parallel import SparseHookState, UpdateOptimizer
 from replicas import MuonAdamW
 from sparse_collectives import Prediction
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.advice.accuracy import DATA, data_of
-from thinwire.advice.measuring import Trained, device_of, find_out, join, other_dtype
+from thinwire.advice.measuring import Trained, device_of, find_out, join, on_every_rank, other_dtype, told
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import DENSITIES, LINKS, MOST_RANKS, Situation
@@ -77,7 +76,7 @@ def advise(
     shapes, ddp = [p.shape for p in trained], _in_ddp(model) is not None
     asked: dict[str, Any] = {"optimizer": name, "data": kind, "overlap": ddp if overlap is None else bool(overlap)}
     alike = {**asked, "density": densities, "model": _size(shapes, ddp=ddp)}
-    told, times = _late_of_all(stragglers, alike, comm := join(assumed, comm))
+    late, times = _late_of_all(stragglers, alike, comm := join(assumed, comm))
     situation = find_out(
         Trained.of(shapes, 1 / steps_per_second)._replace(times=times),
         comm,
@@ -87,7 +86,7 @@ def advise(
         densities=densities,
         link=assumed,
         link_name=link if isinstance(link, str) else "given",
-        stragglers=told,
+        stragglers=late,
         chosen=density is not None,
         plain=not ddp,
         **asked,
@@ -167,11 +166,8 @@ class Plan:
     def _of_rank_0(self, comm: Communicator) -> Prediction:
         """Exchange that rank 0's plan recommends: other ranks may have measured otherwise."""
         own = self.recommendation.step.prediction
-        message = json.dumps(
-            {name: getattr(own, name) for name in ("algorithm", "options", "density", "wire")}
-        ).encode()
-        gathered = allgather(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(comm.device), comm)
-        return replace(own, **json.loads(bytes(gathered[0].tolist())))
+        said = {name: getattr(own, name) for name in ("algorithm", "options", "density", "wire")}
+        return replace(own, **told(said, comm)[0])
 
     def _other(self, way: Way, model: nn.Module, optimizer: Optimizer, steps: int | None, comm: Any) -> Optimizer:
         """A way that selects nothing."""
@@ -235,28 +231,17 @@ def _late_of_all(
 
     alike: what else all must be told.
     """
-    own = {**{name: str(value) for name, value in alike.items()}, "wrong": "", "stragglers": "None"}
-    told: Stragglers | None = None
-    times: tuple[float, ...] = ()
-    try:
-        told, times = _late(stragglers)
-    except ValueError as error:
-        own["wrong"] = str(error)
-    if told is not None:
-        own["stragglers"] = str({float(late): float(share) for late, share in sorted(told.by_rank[0].items()) if late})
-    elif times:
-        own["stragglers"] = "seconds of steps"
-    message = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    found = [json.loads(bytes(each.tolist())) for each in allgather(message.to(comm.device), comm)]
-    for rank, each in enumerate(found):
-        if each["wrong"]:
-            raise ValueError(f"rank {rank}: {each['wrong']}" if comm.size > 1 else each["wrong"])
+    late, times = on_every_rank(lambda: _late(stragglers), comm, ValueError)
+    own = {name: str(value) for name, value in alike.items()} | {"stragglers": "seconds of steps" if times else "None"}
+    if late is not None:
+        own["stragglers"] = str({by: share for by, share in sorted(late.by_rank[0].items()) if by})
+    found = told(own, comm)
     for rank, each in enumerate(found):
         if what := next((name for name in own if each[name] != found[0][name]), None):
             same = "the same mapping, or each a list of its own steps' seconds" if what == "stragglers" else "the same"
             differ = f"ranks 0 and {rank} differ in {what}: {found[0][what]}, and {each[what]}"
             raise ValueError(f"{differ}; give all ranks {same}")
-    return told, times
+    return late, times
 
 
 def _size(shapes: Sequence[torch.Size], *, ddp: bool) -> str:
@@ -279,7 +264,7 @@ def _late(stragglers: Late) -> tuple[Stragglers | None, tuple[float, ...]]:
             f"stragglers is {stragglers!r}, expected {{seconds late: share of the steps}}, or a list of seconds above "
             f"0 of 2 or more steps of this rank{what}"
         )
-    return None, times
+    return None, tuple(map(float, times))
 
 
 def _unfit(optimizer: str, density: object, data: str) -> str:
