@@ -248,7 +248,8 @@ def _check_bytes(entry: Algorithm, size: int) -> None:
 
 def _counted(schedule: Schedule[Reduction]) -> Schedule[int]:
     """The schedule, which returns the number of its rounds."""
-    rounds, received = 0, None
+    rounds = 0
+    received: Any = None
     with suppress(StopIteration):
         while True:
             action = schedule.send(received)

@@ -29,8 +29,9 @@ def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> i
     ``what`` names it in the message, ``expected`` describes its meaning.
     """
     range_ = "" if least is None else f", {least} or more"
+    whole: Any = None if isinstance(value, bool) else value
     try:
-        number = operator.index(None if isinstance(value, bool) else value)
+        number = operator.index(whole)
     except TypeError:
         given = f"{value!r} ({type(value).__name__})"
         raise TypeError(f"{what} is {given}, expected an integer: {expected}{range_}") from None
