@@ -146,16 +146,16 @@ def find_out(
         taken.append(share_taken(comm))
     say("measuring the work of the other ways")
     work = slowest_work(measure_work(trained.shapes, device), comm)
-    network: dict[str, Any] = {"link": link, "link_name": link_name, "pairs": None}
+    network: dict[str, Any] = {"link": link, "link_name": link_name}
     if link is None:
         say(f"measuring the link between {comm.size} ranks")
         network = {
             "link": prediction.measure_traffic(comm),
             "link_name": "measured",
             "pairs": measure_link(comm, repeats=REPEATS),
+            "paths": measure_paths(comm, nbytes=PATH_BYTES, repeats=1),
+            "torch_alpha": measure_torch_alpha(comm),
         }
-        network["paths"] = measure_paths(comm, nbytes=PATH_BYTES, repeats=1)
-        network["torch_alpha"] = measure_torch_alpha(comm)
     found = Situation(
         numel,
         ranks,

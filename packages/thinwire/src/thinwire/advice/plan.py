@@ -14,6 +14,7 @@ from communicators import Communicator, Link, as_communicator
 from data_parallel import SparseHookState, UpdateOptimizer
 from replicas import MuonAdamW
 from sparse_collectives import Prediction
+from sparse_compress import arguments
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -190,26 +191,17 @@ def _densities(density: float | Iterable[float] | None) -> list[float]:
     """Densities that are considered, densest first. Raises TypeError or ValueError."""
     usual = DENSITIES if density is None else density
     given = list(usual) if isinstance(usual, Iterable) and not isinstance(usual, str) else [usual]
-    for each in given:
-        if not _is_number(each):
-            raise TypeError(f"density is {each!r}, expected a number, or several: the share of elements to send")
-        if not 0 < each < 1:
-            raise ValueError(f"density is {each}, expected above 0 and below 1, at which nothing is selected")
     if not given:
         raise ValueError(f"density is {density!r}, expected a number, or several: leave it out for the usual ones")
-    return sorted({float(each) for each in given}, reverse=True)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    expected = "a number above 0 and below 1, at which nothing is selected, or several"
+    checked = {arguments.number(each, "density", expected, lambda share: 0 < share < 1) for each in given}
+    return sorted(checked, reverse=True)
 
 
 def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int | None) -> str:
-    """Reason why these arguments of `advise` make no sense; "" if they do. Raises TypeError."""
-    if not _is_number(speed):
-        raise TypeError(f"steps_per_second is {speed!r}, expected a number")
-    if not (speed > 0 and 0 < 1 / speed < math.inf):
-        return f"steps_per_second is {speed}, expected above 0 and finite, as the seconds of a step"
+    """Reason why these arguments of `advise` make no sense; "" if they do. Raises TypeError or ValueError."""
+    expected = "a number above 0 and finite, as the seconds of a step"
+    arguments.number(speed, "steps_per_second", expected, lambda given: given > 0 and 0 < 1 / given < math.inf)
     if link is not None and not isinstance(link, Link) and link not in LINKS:
         return f"link is {link!r}, expected a Link(alpha, beta), None, or one of {', '.join(LINKS)}"
     if (link is None) != (ranks is None):

@@ -110,19 +110,16 @@ class Way:
         found = prediction.network_seconds(sent, [0.0] * len(ranks), link)
         beside = min(max(0, each.messages - each.rounds) for each in sent)
         found["latency"] -= beside * prediction.hidden_latency(link)
-        share = {name: value / self.every for name, value in found.items() if name != "rounds"}
         return Prediction(
             self.algorithm,
             numel,
             self.density,
             "fp32",
-            round(share["nbytes"]),
-            found["rounds"],
-            numel * (work.fixed + work.per_rank * size) / self.every,
-            share["latency"],
-            share["transfer"],
-            0.0,
-            self.options,
+            nbytes=round(found["nbytes"] / self.every),
+            rounds=found["rounds"],
+            compression=numel * (work.fixed + work.per_rank * size) / self.every,
+            options=self.options,
+            **{name: found[name] / self.every for name in ("latency", "transfer", "merging")},
         )
 
 
