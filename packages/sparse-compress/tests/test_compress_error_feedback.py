@@ -171,7 +171,7 @@ def test_rollback_brings_every_bit_back(seed, momentum, outcomes):
             tentative.commit()
             assert_same_bits(state_bits(tentative), state_bits(plain))
         else:
-            before = {name: tensor.clone() for name, tensor in tentative._undo.items()}
+            before = {name: tensor.clone() for name, tensor in tentative._other.items()}
             tentative.rollback()
             for name, known in before.items():
                 assert torch.equal(tentative.residual(name), known.residual)

@@ -530,7 +530,7 @@ def test_unequal_links_are_told_with_the_remedy(mbits, said):
 @pytest.mark.parametrize(("optimizer", "said"), [("adamw", True), ("muon", False)])
 def test_another_learning_rate_is_told_where_the_way_takes_one(optimizer, said):
     for name, way in BY_NAME.items():
-        lines = _other_lines(situation(optimizer=optimizer), SimpleNamespace(variant=name))
+        lines = _other_lines(situation(optimizer=optimizer), SimpleNamespace(name=name))
         told = [line for line in lines if line.startswith("Take ")]
         scaled = said and way.rate != 1
         assert told == scaled * [

@@ -176,7 +176,10 @@ def test_ranks_of_other_machines_are_not_missed_on_this_one(given, monkeypatch):
     here = {9464 + local: {"rank": 4 + local, "ranks": 12} for local in (0, 1, 3)}
 
     def told(url):
-        return here.get(int(url.split(":")[2].partition("/")[0]), NothingHere(f"nothing answers at {url}"))
+        port = int(url.split(":")[2].partition("/")[0])
+        if port not in here:
+            raise NothingHere(f"nothing answers at {url}")
+        return here[port]
 
     monkeypatch.setattr(places, "_told", told)
     place = place_of([f"node:{given}"])

@@ -10,7 +10,7 @@ import copy
 import operator
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -250,13 +250,12 @@ def _counted(schedule: Schedule[Reduction]) -> Schedule[int]:
     """The schedule, which returns the number of its rounds."""
     rounds = 0
     received: Any = None
-    try:
+    with suppress(StopIteration):
         while True:
             action = schedule.send(received)
             rounds += isinstance(action, Round)
             received = yield action
-    except StopIteration:
-        return rounds
+    return rounds
 
 
 def _check_reference(entry: Algorithm, size: int) -> None:

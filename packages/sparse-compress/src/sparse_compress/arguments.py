@@ -29,12 +29,12 @@ def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> i
     ``what`` names it in the message, ``expected`` describes its meaning.
     """
     range_ = "" if least is None else f", {least} or more"
+    whole: Any = None if isinstance(value, bool) else value
     try:
-        number: int | None = None if isinstance(value, bool) else operator.index(value)
+        number = operator.index(whole)
     except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected an integer: {expected}{range_}")
+        given = f"{value!r} ({type(value).__name__})"
+        raise TypeError(f"{what} is {given}, expected an integer: {expected}{range_}") from None
     if least is not None and number < least:
         raise ValueError(f"{what} is {number}, expected {expected}{range_}")
     return number

@@ -61,8 +61,8 @@ class ErrorFeedback:
         self.momentum = momentum
         self.tentative = tentative
         self._known = _Known()
-        self._undo: dict[str, Accumulator] = {}  # tentative: those before the step that is under way
-        self._spare: dict[str, Accumulator] = {}  # tentative: memory for the next step
+        self._open: set[str] = set()  # tentative: names of which a step is under way
+        self._other: dict[str, Accumulator] = {}  # tentative: their state before it; else memory for the next step
         self._compressor_before: dict[str, Any] = {}  # tentative: a stateful compressor's state before the step
         self._checked: dict[str, tuple[Any, ...]] = {}  # kinds of the gradients that fit
         self._finite: dict[str, Tensor] = {}  # of the step: whether what was accumulated is finite, bool, 0-D
@@ -101,7 +101,7 @@ class ErrorFeedback:
         if type(k := self.compressor.entries(numel)) is not int or k < min(numel, 1):  # of a density set since, too
             integer(k, f"{self.compressor}.entries({numel})", least=min(numel, 1), expected="k")
         before = self._known[name]
-        after = self._begin(name) if self.tentative and name not in self._undo else before
+        after = self._begin(name) if self.tentative and name not in self._open else before
         if gradient.requires_grad or gradient.is_neg():
             gradient = gradient.detach().resolve_neg()
         chooser: Any = select or self.compressor
@@ -135,10 +135,11 @@ class ErrorFeedback:
 
     def _begin(self, name: str) -> Accumulator:
         """Begins a tentative step of a name; returns the copy that it writes to."""
-        if not self._undo and isinstance(self.compressor, StatefulCompressor):
+        if not self._open and isinstance(self.compressor, StatefulCompressor):
             self._compressor_before = self.compressor.state_dict()
-        before = self._undo[name] = self._known[name]
-        self._known[name] = self._spare.pop(name) if name in self._spare else before.clone()
+        self._open.add(name)
+        before = self._known[name]
+        self._known[name], self._other[name] = self._other.get(name) or before.clone(), before
         return self._known[name]
 
     def _selected(
@@ -240,8 +241,7 @@ class ErrorFeedback:
 
     def commit(self) -> None:
         """Ends a step: the changes of a tentative one stay, and ``suspects`` are forgotten."""
-        self._spare.update(self._undo)
-        self._undo.clear()
+        self._open.clear()
         self._finite.clear()
 
     def rollback(self) -> None:
@@ -252,10 +252,10 @@ class ErrorFeedback:
         """
         if not self.tentative:
             raise RuntimeError("rollback needs ErrorFeedback(..., tentative=True)")
-        if self._undo and isinstance(self.compressor, StatefulCompressor):
+        if self._open and isinstance(self.compressor, StatefulCompressor):
             self.compressor.load_state_dict(self._compressor_before)
-        for name, before in self._undo.items():
-            self._known[name], self._undo[name] = before, self._known[name]
+        for name in self._open:
+            self._known[name], self._other[name] = self._other[name], self._known[name]
         self.commit()
 
     def state_dict(self) -> dict[str, Any]:
@@ -290,10 +290,10 @@ class ErrorFeedback:
         known = _Known(read_state(state, momentum=self.momentum > 0, known=self._known))
         if isinstance(self.compressor, StatefulCompressor):
             self.compressor.load_state_dict(state["compressor"])
-        self._known, self._spare, self._checked, self._finite = known, {}, {}, {}
+        self._known, self._other, self._checked, self._finite = known, {}, {}, {}
 
     def _refuse_open_step(self, what: str) -> None:
-        if self._undo:
+        if self._open:
             raise RuntimeError(f"{what} in mid-step: commit() or rollback() the tentative step first")
 
 

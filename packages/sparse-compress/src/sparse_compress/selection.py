@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from math import inf, isfinite
+from math import inf
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,10 +114,6 @@ def all_finite(x: Tensor | SparseVector) -> Tensor:
     x = x if isinstance(x, Tensor) else x.values
     if not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
-    if x.is_cpu and x.dtype != torch.bfloat16:  # NumPy, which starts no threads, and knows no bfloat16
-        values = x.numpy()
-        with np.errstate(all="ignore"):  # a sum takes one pass, but may overflow
-            return _constant(isfinite(values.sum()) or (isfinite(values.min()) and isfinite(values.max())))
     least, most = torch.aminmax(x)
     return (least > -inf) & (most < inf)
 

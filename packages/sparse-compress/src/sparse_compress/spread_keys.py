@@ -134,15 +134,14 @@ def find(rows: Tensor, lengths: Sequence[int], low: int, high: int, k: int) -> K
         sizes = (c_int64 * ranks)(*lengths)
         key = library.sc_settle(rows.data_ptr(), sizes, ranks, low, high, k, larger, equal, scratch.data_ptr())
         return KthLargest(key, list(larger), list(equal))
-    gathered: list[Keys] = np.split(rows.numpy(), list(accumulate(lengths[:-1])))
-    above, at_high, at_low = ([int(numbers[i]) for numbers in gathered] for i in range(3))
+    gathered = np.split(rows.numpy().astype(np.int64), list(accumulate(lengths[:-1])))
+    above, at_high, at_low = np.array([numbers[:3] for numbers in gathered]).T
     between = [numbers[3:][(numbers[3:] > low) & (numbers[3:] < high)] for numbers in gathered]
-    from_high = [more + same for more, same in zip(above, at_high, strict=True)]
-    wanted, inside = k - sum(from_high), np.concatenate(between)
-    if wanted <= 0:
-        return KthLargest(high, above, at_high)
-    if wanted > len(inside):
-        return KthLargest(low, [more + len(own) for more, own in zip(from_high, between, strict=True)], at_low)
-    kth = int(np.partition(inside, len(inside) - wanted)[len(inside) - wanted])
-    more = [ahead + int(np.count_nonzero(own > kth)) for ahead, own in zip(from_high, between, strict=True)]
-    return KthLargest(kth, more, [int(np.count_nonzero(own == kth)) for own in between])
+    wanted, inside = k - int(above.sum() + at_high.sum()), np.concatenate(between)
+    key = high if wanted <= 0 else low
+    if 0 < wanted <= len(inside):
+        key = int(np.partition(inside, len(inside) - wanted)[len(inside) - wanted])
+    larger = above + at_high * (key < high) + [np.count_nonzero(own > key) for own in between]
+    tied = at_high if key == high else at_low * (key == low)
+    equal = tied + [np.count_nonzero(own == key) for own in between]
+    return KthLargest(key, larger.tolist(), equal.tolist())

@@ -54,14 +54,14 @@ def is_uneven(counts: Sequence[int]) -> bool:
 
 def even_counts(total: int, size: int) -> list[int]:
     """Entries that each rank has afterwards."""
-    return [(rank + 1) * total // size - rank * total // size for rank in range(size)]
+    return [high - low for low, high in schedules.block_bounds(total, size)]
 
 
 def shifts(counts: Sequence[int], rank: int) -> dict[int, slice]:
     """Entries that this rank gives to each, itself included, so that all have about as many, in the same order."""
     begin, end = list(pairwise(accumulate(counts, initial=0)))[rank]
-    edges = pairwise(accumulate(even_counts(sum(counts), len(counts)), initial=0))
-    runs = {to: slice(max(low, begin) - begin, min(high, end) - begin) for to, (low, high) in enumerate(edges)}
+    spans = schedules.block_bounds(sum(counts), len(counts))
+    runs = {to: slice(max(low, begin) - begin, min(high, end) - begin) for to, (low, high) in enumerate(spans)}
     return {to: run for to, run in runs.items() if run.start < run.stop}
 
 

@@ -6,10 +6,11 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sparse_compress import WarmUp
@@ -75,10 +76,7 @@ def known(
 
 def _known(rows: Iterable[Row], ranks: int, data: str) -> Known | None:
     """Accuracy by the tasks of one kind."""
-    by_task: dict[str, list[Row]] = {}
-    for row in rows:
-        if _within(row["data"], data):
-            by_task.setdefault(row["task"], []).append(row)
+    by_task = _grouped((row for row in rows if _within(row["data"], data)), itemgetter("task"))
     if not by_task:
         return None
     taken = [
@@ -156,9 +154,13 @@ def shares(density: float, until: float = 1.0, steps: int = 1000) -> dict[float,
 
 def by_exchange(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
     """Rows by what they have in `EXCHANGE`."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    return _grouped(rows, itemgetter(*EXCHANGE))
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in EXCHANGE), []).append(row)
+        found.setdefault(key(row), []).append(row)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import statistics
 import sys
@@ -67,17 +68,22 @@ def join(link: Link | None, comm: Any = None) -> Communicator:
     return found
 
 
-def on_every_rank(attempt: Callable[[], T], comm: Communicator) -> T:
-    """The attempt's result; collective. If it raises NoAdvice on any rank, all ranks raise the first one's reason."""
+def told(own: Any, comm: Communicator) -> list[Any]:
+    """Plain values of every rank, in rank order. Collective."""
+    message = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    return [json.loads(bytes(each.tolist())) for each in allgather(message.to(comm.device), comm)]
+
+
+def on_every_rank(attempt: Callable[[], T], comm: Communicator, kind: type[Exception] = NoAdvice) -> T:
+    """The attempt's result; collective. If it raises such an error on any rank, all raise the first one's reason."""
     own, reason = None, ""
     try:
         result = attempt()
-    except NoAdvice as error:
+    except kind as error:
         own, reason = error, str(error)
-    message = torch.frombuffer(bytearray(reason.encode() + b"\n"), dtype=torch.uint8)
-    for rank, gathered in enumerate(allgather(message.to(comm.device), comm)):
-        if said := bytes(gathered.tolist()).decode()[:-1]:
-            raise NoAdvice(f"rank {rank}: {said}" if comm.size > 1 else said) from own
+    for rank, said in enumerate(told(reason, comm)):
+        if said:
+            raise kind(f"rank {rank}: {said}" if comm.size > 1 else said) from own
     return result
 
 
@@ -130,7 +136,7 @@ def find_out(
     taken, handling, numel = [share_taken(comm)], {}, elements(trained.shapes)
     compute, backward = prediction.slowest([trained.compute, trained.backward], comm)
     if trained.times:
-        times = _of_all(trained.times, comm)
+        times = told(trained.times, comm)
         least, stragglers = min(map(min, times)), Stragglers.measured(times)
         compute, backward = least, backward * least / compute
     costs: dict[str, Any] = {"numel": numel, "device": device, "size": ranks, "wires": WIRES}
@@ -140,16 +146,16 @@ def find_out(
         taken.append(share_taken(comm))
     say("measuring the work of the other ways")
     work = slowest_work(measure_work(trained.shapes, device), comm)
-    network: dict[str, Any] = {"link": link, "link_name": link_name, "pairs": None}
+    network: dict[str, Any] = {"link": link, "link_name": link_name}
     if link is None:
         say(f"measuring the link between {comm.size} ranks")
         network = {
             "link": prediction.measure_traffic(comm),
             "link_name": "measured",
             "pairs": measure_link(comm, repeats=REPEATS),
+            "paths": measure_paths(comm, nbytes=PATH_BYTES, repeats=1),
+            "torch_alpha": measure_torch_alpha(comm),
         }
-        network["paths"] = measure_paths(comm, nbytes=PATH_BYTES, repeats=1)
-        network["torch_alpha"] = measure_torch_alpha(comm)
     found = Situation(
         numel,
         ranks,
@@ -189,13 +195,6 @@ def _with_all_around(found: Situation, comm: Communicator, say: Callable[[str], 
     asked: dict[str, Any] = {"optimizer": found.optimizer, "density": density}
     [seconds] = prediction.slowest([measure_around(found.shapes, torch.device(found.device), **asked)], comm)
     return replace(found, handling=with_around(found.handling, max(0.0, seconds - own.compress)))
-
-
-def _of_all(own: Sequence[float], comm: Communicator) -> list[list[float]]:
-    """Every rank's numbers, of which each has as many as it likes. Collective."""
-    message = torch.tensor(own, dtype=torch.float64).view(torch.uint8)
-    gathered = allgather(message.to(comm.device), comm)
-    return [each.cpu().view(torch.float64).tolist() for each in gathered]
 
 
 def slowest_work(own: Mapping[str, Work], comm: Communicator) -> dict[str, Work]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,21 +10,22 @@ from numbers import Real
 from typing import Any
 
 import torch
-from communicators import Communicator, Link, allgather, as_communicator
-from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
+from communicators import Communicator, Link, as_communicator
+from data_parallel import SparseHookState, UpdateOptimizer
 from replicas import MuonAdamW
 from sparse_collectives import Prediction
+from sparse_compress import arguments
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.advice.accuracy import DATA, data_of
-from thinwire.advice.measuring import Trained, device_of, find_out, join, other_dtype
+from thinwire.advice.measuring import Trained, device_of, find_out, join, on_every_rank, other_dtype, told
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import DENSITIES, LINKS, MOST_RANKS, Situation
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import BY_NAME, Way
+from thinwire.advice.ways import DENSE, MADE, Way
 
 USUAL_STEPS = 1000
 FSDP = {"FSDPModule", "FullyShardedDataParallel"}
@@ -77,7 +77,7 @@ def advise(
     shapes, ddp = [p.shape for p in trained], _in_ddp(model) is not None
     asked: dict[str, Any] = {"optimizer": name, "data": kind, "overlap": ddp if overlap is None else bool(overlap)}
     alike = {**asked, "density": densities, "model": _size(shapes, ddp=ddp)}
-    told, times = _late_of_all(stragglers, alike, comm := join(assumed, comm))
+    late, times = _late_of_all(stragglers, alike, comm := join(assumed, comm))
     situation = find_out(
         Trained.of(shapes, 1 / steps_per_second)._replace(times=times),
         comm,
@@ -87,7 +87,7 @@ def advise(
         densities=densities,
         link=assumed,
         link_name=link if isinstance(link, str) else "given",
-        stragglers=told,
+        stragglers=late,
         chosen=density is not None,
         plain=not ddp,
         **asked,
@@ -150,15 +150,10 @@ class Plan:
         if _named(optimizer) != self.situation.optimizer:
             raise ValueError(f"the advice is for {self.situation.optimizer}, but this is {type(optimizer).__name__}")
         p, ddp = self._of_rank_0(ranks), _in_ddp(model)
-        if p.variant in BY_NAME:
-            return model, self._other(BY_NAME[p.variant], model, optimizer, steps, comm)
-        if p.algorithm == "dense":
-            if ddp is None:
-                named: Any = {"algorithm": "dense", "wire": p.wire}
-                return model, DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **named)
-            if p.wire == "bf16":
-                SparseHookState.for_model(ddp, optimizer, algorithm="dense", wire="bf16")
+        if p.name == DENSE.name and ddp is not None:  # which sums them itself
             return model, optimizer
+        if p.name in MADE:
+            return model, self._other(MADE[p.name], model, optimizer, steps, comm)
         settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire, "density": p.density, "steps": steps}
         settings |= {"options": dict(p.options)} if p.options else {}
         if ddp is not None and not self.situation.sends_updates:
@@ -172,11 +167,8 @@ class Plan:
     def _of_rank_0(self, comm: Communicator) -> Prediction:
         """Exchange that rank 0's plan recommends: other ranks may have measured otherwise."""
         own = self.recommendation.step.prediction
-        message = json.dumps(
-            {name: getattr(own, name) for name in ("algorithm", "options", "density", "wire")}
-        ).encode()
-        gathered = allgather(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(comm.device), comm)
-        return replace(own, **json.loads(bytes(gathered[0].tolist())))
+        said = {name: getattr(own, name) for name in ("algorithm", "options", "density", "wire")}
+        return replace(own, **told(said, comm)[0])
 
     def _other(self, way: Way, model: nn.Module, optimizer: Optimizer, steps: int | None, comm: Any) -> Optimizer:
         """A way that selects nothing."""
@@ -199,26 +191,17 @@ def _densities(density: float | Iterable[float] | None) -> list[float]:
     """Densities that are considered, densest first. Raises TypeError or ValueError."""
     usual = DENSITIES if density is None else density
     given = list(usual) if isinstance(usual, Iterable) and not isinstance(usual, str) else [usual]
-    for each in given:
-        if not _is_number(each):
-            raise TypeError(f"density is {each!r}, expected a number, or several: the share of elements to send")
-        if not 0 < each < 1:
-            raise ValueError(f"density is {each}, expected above 0 and below 1, at which nothing is selected")
     if not given:
         raise ValueError(f"density is {density!r}, expected a number, or several: leave it out for the usual ones")
-    return sorted({float(each) for each in given}, reverse=True)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    expected = "a number above 0 and below 1, at which nothing is selected, or several"
+    checked = {arguments.number(each, "density", expected, lambda share: 0 < share < 1) for each in given}
+    return sorted(checked, reverse=True)
 
 
 def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int | None) -> str:
-    """Reason why these arguments of `advise` make no sense; "" if they do. Raises TypeError."""
-    if not _is_number(speed):
-        raise TypeError(f"steps_per_second is {speed!r}, expected a number")
-    if not (speed > 0 and 0 < 1 / speed < math.inf):
-        return f"steps_per_second is {speed}, expected above 0 and finite, as the seconds of a step"
+    """Reason why these arguments of `advise` make no sense; "" if they do. Raises TypeError or ValueError."""
+    expected = "a number above 0 and finite, as the seconds of a step"
+    arguments.number(speed, "steps_per_second", expected, lambda given: given > 0 and 0 < 1 / given < math.inf)
     if link is not None and not isinstance(link, Link) and link not in LINKS:
         return f"link is {link!r}, expected a Link(alpha, beta), None, or one of {', '.join(LINKS)}"
     if (link is None) != (ranks is None):
@@ -240,28 +223,17 @@ def _late_of_all(
 
     alike: what else all must be told.
     """
-    own = {**{name: str(value) for name, value in alike.items()}, "wrong": "", "stragglers": "None"}
-    told: Stragglers | None = None
-    times: tuple[float, ...] = ()
-    try:
-        told, times = _late(stragglers)
-    except ValueError as error:
-        own["wrong"] = str(error)
-    if told is not None:
-        own["stragglers"] = str({float(late): float(share) for late, share in sorted(told.by_rank[0].items()) if late})
-    elif times:
-        own["stragglers"] = "seconds of steps"
-    message = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    found = [json.loads(bytes(each.tolist())) for each in allgather(message.to(comm.device), comm)]
-    for rank, each in enumerate(found):
-        if each["wrong"]:
-            raise ValueError(f"rank {rank}: {each['wrong']}" if comm.size > 1 else each["wrong"])
+    late, times = on_every_rank(lambda: _late(stragglers), comm, ValueError)
+    own = {name: str(value) for name, value in alike.items()} | {"stragglers": "seconds of steps" if times else "None"}
+    if late is not None:
+        own["stragglers"] = str({by: share for by, share in sorted(late.by_rank[0].items()) if by})
+    found = told(own, comm)
     for rank, each in enumerate(found):
         if what := next((name for name in own if each[name] != found[0][name]), None):
             same = "the same mapping, or each a list of its own steps' seconds" if what == "stragglers" else "the same"
             differ = f"ranks 0 and {rank} differ in {what}: {found[0][what]}, and {each[what]}"
             raise ValueError(f"{differ}; give all ranks {same}")
-    return told, times
+    return late, times
 
 
 def _size(shapes: Sequence[torch.Size], *, ddp: bool) -> str:
@@ -284,7 +256,7 @@ def _late(stragglers: Late) -> tuple[Stragglers | None, tuple[float, ...]]:
             f"stragglers is {stragglers!r}, expected {{seconds late: share of the steps}}, or a list of seconds above "
             f"0 of 2 or more steps of this rank{what}"
         )
-    return None, times
+    return None, tuple(map(float, times))
 
 
 def _unfit(optimizer: str, density: object, data: str) -> str:

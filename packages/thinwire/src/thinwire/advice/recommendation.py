@@ -6,7 +6,7 @@ from sparse_collectives import ALGORITHMS, Prediction
 
 from thinwire.advice.accuracy import MOST_BEHIND, in_words
 from thinwire.advice.situation import Situation, Step
-from thinwire.advice.ways import BY_NAME, WHOLE, bucket_of_all
+from thinwire.advice.ways import BY_NAME, MADE, WHOLE, bucket_of_all
 
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(...)",
@@ -184,8 +184,7 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     found = situation.known(p)
     steps = [_soon(found.pace, taken, dense)] if found and found.pace and found.most <= MOST_BEHIND else []
     if p.algorithm in WHOLE:
-        lines = _other_lines(situation, p) if _is_torchs(p) else _dense_lines(situation, p)
-        return [f"Use {p.name}: {gain}. {network}", *lines]
+        return [f"Use {p.name}: {gain}. {network}", *_other_lines(situation, p)]
     learns = in_words(situation.known(p), situation.optimizer, situation.ranks)
     if p.variant in BY_NAME:
         use = f"Use {p.variant}: over a whole training {gain}. {network}"
@@ -206,15 +205,6 @@ def _soon(pace: float, step: Step, dense: float) -> str:
     )
 
 
-def _dense_lines(situation: Situation, p: Prediction) -> list[str]:
-    """Code of our sum of whole gradients."""
-    setting, inner = f'algorithm="dense", wire="{p.wire}"', OPTIMIZERS[situation.optimizer]
-    return [
-        f"In DDP: state = SparseHookState.for_model(ddp, optimizer, {setting})",
-        f"Without DDP: optimizer = DistributedOptimizer({inner}, model.named_parameters(), {setting})",
-    ]
-
-
 def _lines(situation: Situation, p: Prediction) -> list[str]:
     """Code of a sparse exchange."""
     options = f", options={dict(p.options)}" if p.variant != p.algorithm else ""
@@ -230,7 +220,7 @@ def _lines(situation: Situation, p: Prediction) -> list[str]:
 
 def _other_lines(situation: Situation, p: Prediction) -> list[str]:
     """Code of a way that selects nothing, and what it asks of the training."""
-    way = BY_NAME[p.variant]
+    way = MADE[p.name]
     lines = [f"In DDP: {way.hook}"] if way.hook else []
     if not way.ddp_only:
         lines.append(f"Without DDP: optimizer = {way.code.replace('OPTIMIZER', OPTIMIZERS[situation.optimizer])}")

@@ -79,8 +79,8 @@ class Situation:
     hidden: float
     link: Link
     link_name: str
-    pairs: Link | None
-    handling: dict[float, Handling]
+    pairs: Link | None = None
+    handling: dict[float, Handling] = field(default_factory=dict)
     taken: float = 0.0
     optimizer: str = "sgd"
     tiny: int = 0

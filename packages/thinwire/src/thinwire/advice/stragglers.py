@@ -53,7 +53,7 @@ class Stragglers:
             raise ValueError(
                 f"late ranks are late in {shares:.3g} of the steps, expected shares that add up to 1 at most"
             )
-        return cls(({0.0: 1 - shares, **late},))
+        return cls(({0.0: 1 - shares} | {float(seconds): float(share) for seconds, share in late.items()},))
 
     @classmethod
     def measured(cls, times: Sequence[Sequence[float]]) -> Stragglers:
@@ -85,25 +85,18 @@ class Stragglers:
 
     def _last(self, size: int) -> float:
         """Expected longest of P delays: 1 − ∏ F between one delay and the next, added up."""
-        many = self._many(size).tolist()
-        alike = [(late, rank, share) for rank, own in enumerate(self.by_rank[:size]) for late, share in own.items()]
-        below, zeros, logs = [0.0] * len(many), min(size, len(many)), 0.0  # F; ranks where it is 0; others' Σ log F
-        expected = before = 0.0
-        for late, rank, share in sorted(each for each in alike if each[2]):
-            expected += (late - before) * (1.0 if zeros else -math.expm1(logs))
-            logs -= many[rank] * math.log(below[rank]) if below[rank] else 0.0
-            zeros -= not below[rank]
-            below[rank] += share
-            logs += many[rank] * math.log(below[rank])
-            before = late
-        return expected
+        delays, shares = self._drawn
+        return float(delays[0] + (1 - self._all_within(size, shares)[:-1]) @ delays.diff())
 
     def _last_mean(self, size: int, every: int) -> float:
         width, shares = self._binned
         bins = BINS * every + 1
         sums = torch.fft.irfft(torch.fft.rfft(shares, n=bins) ** every, n=bins)
-        everybody = sums.cumsum(1).clamp(0, 1).pow(self._many(size)[:, None]).prod(0)
-        return width * float((1 - everybody[:-1]).sum()) / every
+        return width * float((1 - self._all_within(size, sums)[:-1]).sum()) / every
+
+    def _all_within(self, size: int, shares: Tensor) -> Tensor:
+        """∏ F over P ranks at each delay. shares: of each delay, in increasing order, [ranks, delays]."""
+        return shares.cumsum(1).clamp(0, 1).pow(self._many(size)[:, None]).prod(0)
 
     def eager(self, size: int, quorum: str, *, compute: float, exchange: float) -> float:
         """Seconds of a step with a partial allreduce: as played, but for the luck of the draw never above waiting."""
@@ -151,14 +144,18 @@ class Stragglers:
         return {}
 
     @cached_property
+    def _drawn(self) -> tuple[Tensor, Tensor]:
+        """Seconds of all delays, in increasing order, and the share of steps with each, [ranks, delays]."""
+        delays = sorted({late for own in self.by_rank for late in own})
+        shares = [[own.get(late, 0.0) for late in delays] for own in self.by_rank]
+        return torch.tensor(delays, dtype=torch.float64), torch.tensor(shares, dtype=torch.float64)
+
+    @cached_property
     def _binned(self) -> tuple[float, Tensor]:
         """Seconds of a bin, and the share of steps in each, [ranks, BINS + 1]."""
-        width = max(late for own in self.by_rank for late in own) / BINS
-        shares = torch.zeros(len(self.by_rank), BINS + 1, dtype=torch.float64)
-        for rank, own in enumerate(self.by_rank):
-            for late, share in own.items():
-                place = late / width if width else 0.0
-                low = min(int(place), BINS - 1)
-                shares[rank, low] += share * (1 - (place - low))
-                shares[rank, low + 1] += share * (place - low)
-        return width, shares
+        delays, shares = self._drawn
+        width = float(delays[-1]) / BINS
+        place = delays / width if width else delays
+        low = place.long().clamp(max=BINS - 1)
+        binned = shares.new_zeros(len(shares), BINS + 1).index_add_(1, low, shares * (1 - (place - low)))
+        return width, binned.index_add_(1, low + 1, shares * (place - low))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,15 +27,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 Shapes = Sequence[torch.Size]
+Sent = Callable[[int, int, Shapes], Traffic]
 InDDP = Callable[[DistributedDataParallel, Optimizer, int], Optimizer]
 ADAMS, ALL = ("adam", "adamw"), ("sgd", "adam", "adamw", "muon")
 WARM_UP = 10
 """A tenth of the steps is dense before PowerSGD begins, and before models are averaged every few steps."""
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
-OUTER_CODE = "partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)"
-MEAN, MEAN_CODE = partial(torch.optim.SGD, lr=1.0), "partial(torch.optim.SGD, lr=1.0)"
+MEAN = partial(torch.optim.SGD, lr=1.0)
 """Outer optimizer that takes the mean as it is."""
 CHUNK, SPARSELOCO_DENSITY = 4096, 0.021
+BITS = {"int8": 8, "int2": 2}
 FRAGMENTS = 4
 FIRST_BUCKET = 1 << 20
 """Bytes of DDP's first bucket, where it was given no size."""
@@ -70,7 +72,7 @@ class Way:
     """
 
     algorithm: str
-    sent: Callable[[int, int, Shapes], Traffic]
+    sent: Sent
     make: Callable[..., Optimizer]
     code: str
     in_ddp: InDDP | None = None
@@ -108,30 +110,26 @@ class Way:
         found = prediction.network_seconds(sent, [0.0] * len(ranks), link)
         beside = min(max(0, each.messages - each.rounds) for each in sent)
         found["latency"] -= beside * prediction.hidden_latency(link)
-        share = {name: value / self.every for name, value in found.items() if name != "rounds"}
         return Prediction(
             self.algorithm,
             numel,
             self.density,
             "fp32",
-            round(share["nbytes"]),
-            found["rounds"],
-            numel * (work.fixed + work.per_rank * size) / self.every,
-            share["latency"],
-            share["transfer"],
-            0.0,
-            self.options,
+            nbytes=round(found["nbytes"] / self.every),
+            rounds=found["rounds"],
+            compression=numel * (work.fixed + work.per_rank * size) / self.every,
+            options=self.options,
+            **{name: found[name] / self.every for name in ("latency", "transfer", "merging")},
         )
 
 
-def _compressed(algorithm: str, sent: Callable[[int, int, Shapes], Traffic], *, rank: int | None = None) -> Way:
-    """A compressor of whole gradients; rank: PowerSGD's."""
-    options, code = (
-        ({}, "") if rank is None else ({"rank": rank}, f', options={{"rank": {rank}, "dense_steps": STEPS}}')
-    )
+def _compressed(algorithm: str, sent: Sent, *, rank: int | None = None, **wire: str) -> Way:
+    """A compressor of whole gradients, or their sum; rank: PowerSGD's."""
+    options = {} if rank is None else {"rank": rank}
 
     def settings(steps: int) -> dict[str, Any]:
-        return {"algorithm": algorithm, "options": options | ({"dense_steps": steps // WARM_UP} if options else {})}
+        warm_up = {"options": options | {"dense_steps": steps // WARM_UP}} if options else {}
+        return {"algorithm": algorithm, **warm_up, **wire}
 
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
         return DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **settings(steps))
@@ -140,7 +138,8 @@ def _compressed(algorithm: str, sent: Callable[[int, int, Shapes], Traffic], *, 
         SparseHookState.for_model(ddp, optimizer, **settings(steps))
         return optimizer
 
-    code = f'algorithm="{algorithm}"{code}'
+    warm_up = f', options={{"rank": {rank}, "dense_steps": STEPS}}' if options else ""
+    code = f'algorithm="{algorithm}"{warm_up}{_code(wire)}'
     whole = f"DistributedOptimizer(OPTIMIZER, model.named_parameters(), {code})"
     hook = f"state = SparseHookState.for_model(ddp, optimizer, {code})"
     dense_share = 0.0 if rank is None else 1 / WARM_UP
@@ -215,8 +214,8 @@ def _torch_bf16() -> Way:
     return Way(TORCH_BF16, sent, make, "", in_ddp, hook, note, early=True)
 
 
-def _torch_local() -> Way:
-    """Torch's post-local SGD: DDP's gradients at first, then averages of models."""
+def _torch_local(ours: Way) -> Way:
+    """Torch's post-local SGD: DDP's gradients at first, then averages of models, with the same work as ours."""
 
     def in_ddp(ddp: DistributedDataParallel, optimizer: Optimizer, steps: int) -> Optimizer:
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post
@@ -240,8 +239,8 @@ def _torch_local() -> Way:
         "end average_parameters(ddp.parameters(), None), of .model_averaging.utils."
     )
     sent = lambda rank, size, shapes: torch_sum(4 * elements(shapes), size)  # noqa: E731
-    settings: dict[str, Any] = {"options": {"sync_every": 4}, "every": 4, "dense_share": 1 / WARM_UP}
-    return Way("torch-local-sgd", sent, _local().make, "", in_ddp, hook, note, **settings)
+    settings: dict[str, Any] = {"options": ours.options, "every": ours.every, "dense_share": ours.dense_share}
+    return Way("torch-local-sgd", sent, ours.make, "", in_ddp, hook, note, **settings)
 
 
 def _eager(quorum: Literal["solo", "majority"]) -> Way:
@@ -268,119 +267,101 @@ def _power_sgd_sent(columns: int, rank: int, size: int, shapes: Shapes) -> Traff
     return powersgd_sent(rank, size, shapes, columns)
 
 
-def _weights(rank: int, size: int) -> Traffic:
-    """Sum of the ranks' weights beside a compressed mean."""
-    return Traffic.allreduce(16, rank, size, 8)
-
-
 def _model_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
     return Traffic.allreduce(4 * elements(shapes), rank, size, 4)
 
 
-def _few_bits_sent(bits: int, rank: int, size: int, shapes: Shapes) -> Traffic:
-    return _beside(Traffic.quantised(elements(shapes), rank, size, bits=bits), _weights(rank, size))
-
-
-def _beside(long: Traffic, short: Traffic) -> Traffic:
-    """Adds up two collectives that are under way at once."""
+def _beside_weights(long: Traffic, rank: int, size: int) -> Traffic:
+    """A compressed mean, and the sum of the ranks' weights, which are under way at once."""
+    short = Traffic.allreduce(16, rank, size, 8)
     return Traffic(long.nbytes + short.nbytes, long.messages + short.messages, max(long.rounds, short.rounds))
 
 
-def _local(*, int8: bool = False) -> Way:
-    """Averages after every step at first, after every fourth later."""
-    options = {"sync_every": 4} | ({"compress": "int8"} if int8 else {})
-    every = "lambda step: 4 if step >= STEPS else 1"
+def _averaging(
+    algorithm: str,
+    kind: Callable[..., Optimizer],
+    every: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    compress: str = "",
+    sent: Sent | None = None,
+    warms_up: bool = False,
+    fragments: int = 1,
+    **more: Any,
+) -> Way:
+    """Averages models, or in turn their fragments, after every so many steps; where it warms up, after each at first.
+
+    settings, compress: of the wrapper. sent: by default the mean of a fragment, compressed or not.
+    """
+    compressed = {"compress": compress} if compress else {}
+
+    def mean_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
+        part = [torch.Size((elements(shapes) // fragments,))]
+        if not compress:
+            return _model_sent(rank, size, part)
+        return _beside_weights(Traffic.quantised(elements(part), rank, size, bits=BITS[compress]), rank, size)
+
+    def given(every: int) -> dict[str, Any]:
+        streamed = {"fragments": fragments, "delay": every // 2} if fragments > 1 else {}
+        return {**streamed, **settings, **compressed}
 
     def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
-        own: dict[str, Any] = {"outer": MEAN, "compress": "int8"} if int8 else {}
-        kind = DiLoCo if int8 else LocalSGD
-        blocks = lambda step: every if step >= steps // WARM_UP else 1  # noqa: E731
-        return kind(optimizer, model=model, comm=comm, sync_every=blocks, **own)
+        blocks = (lambda step: every if step >= steps // WARM_UP else 1) if warms_up else fragments * every
+        return kind(optimizer, model=model, comm=comm, sync_every=blocks, **given(every))
 
-    code = f"LocalSGD(OPTIMIZER, model=model, sync_every={every})"
-    if int8:
-        code = f'DiLoCo(OPTIMIZER, model=model, sync_every={every}, outer={MEAN_CODE}, compress="int8")'
-    sent = partial(_few_bits_sent, 8) if int8 else _model_sent
-    return Way("local-sgd", sent, make, code, options=options, every=4, dense_share=1 / WARM_UP)
+    blocks = f"lambda step: {every} if step >= STEPS else 1" if warms_up else fragments * every
+    code = f"{kind.__name__}(OPTIMIZER, model=model, sync_every={blocks}{_code(given(every))})"
+    options = {"sync_every": fragments * every, **compressed}
+    more["dense_share"] = 1 / WARM_UP if warms_up else 0.0
+    return Way(algorithm, sent or mean_sent, make, code, options=options, every=every, fragments=fragments, **more)
 
 
-def _overlap() -> Way:
-    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
-        return OverlapLocalSGD(optimizer, model=model, comm=comm, sync_every=every)
-
-    code = "OverlapLocalSGD(OPTIMIZER, model=model, sync_every=4)"
-    return Way("overlap-local-sgd", _model_sent, make, code, options={"sync_every": 4}, every=4, hides=1.0)
+def _code(settings: Mapping[str, Any]) -> str:
+    """Further arguments of a call, as text."""
+    return "".join(f", {name}={_value(given)}" for name, given in settings.items())
 
 
-def _streaming(compress: str | None = None) -> Way:
-    """Exchanges a quarter of the model every 8 steps, during 4 of them."""
-
-    def sent(rank: int, size: int, shapes: Shapes) -> Traffic:
-        quarter = [torch.Size((elements(shapes) // FRAGMENTS,))]
-        return _model_sent(rank, size, quarter) if compress is None else _few_bits_sent(2, rank, size, quarter)
-
-    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
-        own: dict[str, Any] = {"sync_every": FRAGMENTS * every, "fragments": FRAGMENTS, "delay": every // 2}
-        return StreamingDiLoCo(optimizer, model=model, comm=comm, outer=OUTER, compress=compress, **own)
-
-    more, also = ("", {}) if compress is None else (f', compress="{compress}"', {"compress": compress})
-    code = f"StreamingDiLoCo(OPTIMIZER, model=model, sync_every=32, fragments=4, delay=4, outer={OUTER_CODE}{more})"
-    options = {"sync_every": 32, **also}
-    settings: dict[str, Any] = {"every": 8, "hides": 0.5, "fragments": FRAGMENTS, "rate": 0.5}
-    settings["optimizers"] = (*ADAMS, "muon")
-    return Way("streaming-diloco", sent, make, code, options=options, **settings)
+def _value(given: Any) -> str:
+    if isinstance(given, partial):
+        return f"partial(torch.optim.{given.func.__name__}{_code(given.keywords)})"
+    return f'"{given}"' if isinstance(given, str) else str(given)
 
 
-def _diloco(every: int, compress: str | None = None, *, rate: float = 1.0) -> Way:
-    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
-        return DiLoCo(optimizer, model=model, comm=comm, sync_every=every, outer=OUTER, compress=compress)
-
-    also = {} if compress is None else {"compress": compress}
-    more = "" if compress is None else f', compress="{compress}"'
-    code = f"DiLoCo(OPTIMIZER, model=model, sync_every={every}, outer={OUTER_CODE}{more})"
-    settings: dict[str, Any] = {"options": {"sync_every": every, **also}, "every": every, "rate": rate}
-    sent = _model_sent if compress is None else partial(_few_bits_sent, 2)
-    return Way("diloco", sent, make, code, optimizers=(*ADAMS, "muon"), **settings)
+def _sparse_loco_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
+    rows, left = divmod(elements(shapes), CHUNK)
+    sizes = [(rows, CHUNK), (1, left)] if left else [(rows, CHUNK)]
+    kept = [(many, max(1, round(SPARSELOCO_DENSITY * of))) for many, of in sizes]
+    block = sum(4 * many + 7 * -(-many * count // 4) for many, count in kept)
+    return _beside_weights(Traffic.allgather([block] * size, rank), rank, size)
 
 
-def _sparse_loco(every: int) -> Way:
-    def sent(rank: int, size: int, shapes: Shapes) -> Traffic:
-        rows, left = divmod(elements(shapes), CHUNK)
-        sizes = [(rows, CHUNK), (1, left)] if left else [(rows, CHUNK)]
-        kept = [(many, max(1, round(SPARSELOCO_DENSITY * of))) for many, of in sizes]
-        block = sum(4 * many + 7 * -(-many * count // 4) for many, count in kept)
-        return _beside(Traffic.allgather([block] * size, rank), _weights(rank, size))
-
-    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
-        return SparseLoCo(optimizer, model=model, comm=comm, sync_every=every, density=SPARSELOCO_DENSITY)
-
-    code = f"SparseLoCo(OPTIMIZER, model=model, sync_every={every}, density={SPARSELOCO_DENSITY})"
-    settings: dict[str, Any] = {"every": every, "density": SPARSELOCO_DENSITY, "optimizers": ADAMS}
-    settings["gathers"] = True
-    return Way("sparseloco", sent, make, code, options={"sync_every": every}, **settings)
-
-
+LOCAL = _averaging("local-sgd", LocalSGD, 4, warms_up=True)
+OUTERS: dict[str, Any] = {"optimizers": (*ADAMS, "muon")}
+STREAMED: dict[str, Any] = {**OUTERS, "fragments": FRAGMENTS, "hides": 0.5, "rate": 0.5}
+SPARSE: dict[str, Any] = {"optimizers": ADAMS, "density": SPARSELOCO_DENSITY, "gathers": True}
 WAYS: tuple[Way, ...] = (
     _compressed("dense-int8", lambda rank, size, shapes: Traffic.quantised(elements(shapes), rank, size)),
     *(_compressed("powersgd", partial(_power_sgd_sent, columns), rank=columns) for columns in (2, 4)),
     _torch_bf16(),
     *map(_torch_powersgd, (1, 2, 4, 8)),
-    _local(),
-    _local(int8=True),
-    _torch_local(),
-    _overlap(),
-    _diloco(5),
-    _diloco(30, rate=0.5),
-    _diloco(30, "int2", rate=0.5),
-    _streaming(),
-    _streaming("int2"),
-    _sparse_loco(5),
+    LOCAL,
+    _averaging("local-sgd", DiLoCo, 4, {"outer": MEAN}, compress="int8", warms_up=True),
+    _torch_local(LOCAL),
+    _averaging("overlap-local-sgd", OverlapLocalSGD, 4, hides=1.0),
+    _averaging("diloco", DiLoCo, 5, {"outer": OUTER}, **OUTERS),
+    _averaging("diloco", DiLoCo, 30, {"outer": OUTER}, rate=0.5, **OUTERS),
+    _averaging("diloco", DiLoCo, 30, {"outer": OUTER}, compress="int2", rate=0.5, **OUTERS),
+    _averaging("streaming-diloco", StreamingDiLoCo, 8, {"outer": OUTER}, **STREAMED),
+    _averaging("streaming-diloco", StreamingDiLoCo, 8, {"outer": OUTER}, compress="int2", **STREAMED),
+    _averaging("sparseloco", SparseLoCo, 5, {"density": SPARSELOCO_DENSITY}, sent=_sparse_loco_sent, **SPARSE),
     _eager("solo"),
     _eager("majority"),
 )
 BY_NAME = {way.name: way for way in WAYS}
 DENSE = _compressed("dense", _model_sent)
 """Our sum of whole gradients, of which each rank's work is measured as that of all others."""
+MADE = {**BY_NAME, DENSE.name: DENSE, "dense in bf16": _compressed("dense", _model_sent, wire="bf16")}
+"""What selects no entries, by the name of its `Prediction`."""
 WHOLE = (DENSE.name, TORCH_BF16)
 """What sends whole gradients, rounded at most: no record is asked how it learns."""
 

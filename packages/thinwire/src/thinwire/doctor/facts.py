@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -51,12 +52,10 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
 
 def versions(get: Callable[[str], str] = version) -> dict[str, str]:
     """Version of each of thinwire's distributions; "" for one that is not installed."""
-    found = {}
+    found = dict.fromkeys(PACKAGES, "")
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = get(name)
-        except PackageNotFoundError:
-            found[name] = ""
     return found
 
 
@@ -87,28 +86,22 @@ def interfaces() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
-            try:
+            found[name] = ""
+            with suppress(OSError):
                 answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
                 found[name] = socket.inet_ntoa(answer[20:24])
-            except OSError:
-                found[name] = ""
     return found
 
 
 def own_addresses() -> list[str]:
     """Addresses of the host name on which this machine can listen, in the resolver's order."""
-    found = []
-    try:
+    found, resolved = [], []
+    with suppress(OSError):
         resolved = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
     for family, kind, protocol, _, where in resolved:
-        try:
-            with socket.socket(family, kind, protocol) as listening:
-                listening.bind((where[0], 0))
-        except OSError:
-            continue
-        found.append(str(where[0]))
+        with suppress(OSError), socket.socket(family, kind, protocol) as listening:
+            listening.bind((where[0], 0))
+            found.append(str(where[0]))
     return found
 
 

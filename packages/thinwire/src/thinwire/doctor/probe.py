@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
@@ -35,6 +36,9 @@ class Probe(NamedTuple):
             return f"not done within {self.seconds:g} s"
         lines = [line.strip() for line in self.err.splitlines() if any(map(str.isalpha, line))]
         return lines[-1] if lines else f"exit status {self.status}, without a word"
+
+
+ok, note, fault = (partial(Finding, level) for level in (OK, NOTE, FAULT))
 
 
 def probe(command: Sequence[str], environ: Mapping[str, str], seconds: float) -> Probe:

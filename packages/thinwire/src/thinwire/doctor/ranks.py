@@ -9,7 +9,7 @@ from communicators import Link
 
 from thinwire.advice.report import speed
 from thinwire.doctor.facts import LOOPBACK, Facts, Launched
-from thinwire.doctor.probe import FAULT, OK, Finding, Probe
+from thinwire.doctor.probe import FAULT, Finding, Probe, fault, ok
 
 OTHER_MPI = "start them by that MPI's own mpiexec, or with srun by the --mpi= that it speaks"
 
@@ -28,57 +28,50 @@ def about_ranks(here: Launched, met: Mapping[str, Any], environ: Mapping[str, st
     ranks, error = met.get("ranks", []), met.get("error", "")
     if not ranks:
         return [apart(here, error, environ)]
+    started = f"{here.size} ranks were started ({here.variable})"
     if len(ranks) != here.size:
-        what = (
-            f"{here.size} ranks were started ({here.variable}), but mpi4py, with {met['library']}, finds {len(ranks)}"
-        )
-        return [Finding(FAULT, what, OTHER_MPI)]
+        return [fault(f"{started}, but mpi4py, with {met['library']}, finds {len(ranks)}", OTHER_MPI)]
     places = list(where(ranks, by_torch=here.by_torch))
     findings = [*places, *unlike(ranks)]
     if "pairs" not in met and any(place.level == FAULT for place in places):
         return findings  # it is the reason
     if "pairs" not in met and "two jobs have met" in error:
-        return [
-            *findings,
-            Finding(FAULT, f"ranks of two jobs have met ({error})", "give each a MASTER_PORT of its own"),
-        ]
+        return [*findings, fault(f"ranks of two jobs have met ({error})", "give each a MASTER_PORT of its own")]
     if "pairs" not in met:
         interface = (
             "GLOO_SOCKET_IFNAME" if here.by_torch else "FI_TCP_IFACE (MPICH), OMPI_MCA_btl_tcp_if_include (Open MPI)"
         )
         remedy = f"open all ports between the hosts, and name the interface that joins them: {interface}"
-        return [*findings, Finding(FAULT, f"ranks met, but cannot all exchange ({error})", remedy)]
-    findings.append(Finding(OK, "every pair of ranks exchanges"))
+        return [*findings, fault(f"ranks met, but cannot all exchange ({error})", remedy)]
+    findings.append(ok("every pair of ranks exchanges"))
     if "beta" in met:
-        findings.append(Finding(OK, f"link of the slowest pair: {speed(Link(met['alpha'], met['beta']))}"))
+        findings.append(ok(f"link of the slowest pair: {speed(Link(met['alpha'], met['beta']))}"))
     if error:
         remedy = "give a slow network more time by --timeout; look into the docs, Debugging a hang, if a rank has died"
-        findings.append(Finding(FAULT, f"ranks exchange, but do not come to an end ({error})", remedy))
+        findings.append(fault(f"ranks exchange, but do not come to an end ({error})", remedy))
     return findings
 
 
 def apart(here: Launched, error: str, environ: Mapping[str, str]) -> Finding:
     """Finding on ranks that did not meet, and the likely reasons."""
     place = f"{environ.get('MASTER_ADDR', '?')}:{environ.get('MASTER_PORT', '?')}"
-    what = f"{here.size} ranks were started ({here.variable}), and rank {here.rank} does not meet them ({error})"
+    started = f"{here.size} ranks were started ({here.variable})"
+    what = f"{started}, and rank {here.rank} does not meet them ({error})"
     if "No module named 'mpi4py'" in error:
-        return Finding(FAULT, what, "pip install mpi4py, or start them by torchrun")
+        return fault(what, "pip install mpi4py, or start them by torchrun")
     if "PMI version" in error or "PMIx" in error:
-        what = f"{here.size} ranks were started ({here.variable}) by a launcher of another MPI than mpi4py's ({error})"
-        return Finding(FAULT, what, OTHER_MPI)
+        return fault(f"{started} by a launcher of another MPI than mpi4py's ({error})", OTHER_MPI)
     if here.by_torch and (wrong := misset(here, environ)):
-        return Finding(
-            FAULT, f"rank {here.rank} of {here.size} meets none: {wrong}", "start ranks by torchrun, or set it"
-        )
+        return fault(f"rank {here.rank} of {here.size} meets none: {wrong}", "start ranks by torchrun, or set it")
     if not here.by_torch:
         remedy = "an mpiexec of another MPI, a firewall between hosts, or another network interface than they share"
-        return Finding(FAULT, what, f"likely {remedy}")
+        return fault(what, f"likely {remedy}")
     if "address already in use" in error.lower():
-        return Finding(FAULT, f"MASTER_PORT at {place} is taken by another program", "take another MASTER_PORT")
+        return fault(f"MASTER_PORT at {place} is taken by another program", "take another MASTER_PORT")
     if "Ping failed" in error:
-        return Finding(FAULT, f"at {place} answers what is not torch's rank 0", "take another MASTER_PORT, no proxy")
+        return fault(f"at {place} answers what is not torch's rank 0", "take another MASTER_PORT, no proxy")
     remedy = f"{place} (MASTER_ADDR, MASTER_PORT) cannot be reached from this host or is another program's, a firewall"
-    return Finding(FAULT, what, f"likely {remedy}, a wrong interface, or ranks that were not started")
+    return fault(what, f"likely {remedy}, a wrong interface, or ranks that were not started")
 
 
 def misset(here: Launched, environ: Mapping[str, str]) -> str:
@@ -101,13 +94,13 @@ def where(ranks: Sequence[Facts], *, by_torch: bool) -> Iterator[Finding]:
         what = f"{numbers(there)} on {host}"
         if address is None and by_torch:
             remedy = "name another one in GLOO_SOCKET_IFNAME (`ip addr` lists them)"
-            yield Finding(FAULT, f"{what} has no interface {interface}", remedy)
+            yield fault(f"{what} has no interface {interface}", remedy)
         elif by_torch and len(hosts) > 1 and (address or "").startswith(LOOPBACK):
             remedy = "set GLOO_SOCKET_IFNAME to the interface that joins the hosts (`ip addr` lists them)"
-            yield Finding(FAULT, f"{what}: its name stands for {address}, which other hosts cannot reach", remedy)
+            yield fault(f"{what}: its name stands for {address}, which other hosts cannot reach", remedy)
         else:
             takes = "gloo takes" if by_torch else "gloo would take"
-            yield Finding(OK, f"{what}, {takes} {interface} {address or '(without an address)'}")
+            yield ok(f"{what}, {takes} {interface} {address or '(without an address)'}")
 
 
 def unlike(ranks: Sequence[Facts]) -> list[Finding]:
@@ -119,10 +112,8 @@ def unlike(ranks: Sequence[Facts]) -> list[Finding]:
             having.setdefault(its["versions"].get(name) or "none", []).append(rank)
         if len(having) > 1:
             told = ", ".join(f"{version} on {numbers(there)}" for version, there in having.items())
-            findings.append(
-                Finding(FAULT, f"ranks have unlike versions of {name}, {told}", "install the same everywhere")
-            )
-    return findings or [Finding(OK, f"all {len(ranks)} ranks have the same torch and packages")]
+            findings.append(fault(f"ranks have unlike versions of {name}, {told}", "install the same everywhere"))
+    return findings or [ok(f"all {len(ranks)} ranks have the same torch and packages")]
 
 
 def numbers(ranks: Sequence[int]) -> str:

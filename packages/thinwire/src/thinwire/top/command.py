@@ -39,10 +39,7 @@ def look(place: Place, seen: dict[str, Seen]) -> RenderableType:
             raise
         told = {}
     for name, stats in told.items():
-        if name in seen:
-            seen[name].take(stats)
-        else:
-            seen[name] = Seen(stats)
+        seen.setdefault(name, Seen(stats)).take(stats)
     for name in seen.keys() - told.keys():
         seen[name].gone = True
     return frame(list(seen.values()), silent=[name for name in place.silent if name not in seen])
@@ -53,10 +50,11 @@ def watch(place: Place, console: Console, seconds: float, *, once: bool) -> str:
     seen: dict[str, Seen] = {}
     shown = look(place, seen)
     if once:
-        looks = 0
-        while looks < LOOKS and not all(each.before or each.gone for each in seen.values()):
+        for _ in range(LOOKS):
+            if all(each.before or each.gone for each in seen.values()):
+                break
             time.sleep(seconds)
-            shown, looks = look(place, seen), looks + 1
+            shown = look(place, seen)
         console.print(shown)
         return ""
     with Live(shown, console=console, auto_refresh=False) as live:

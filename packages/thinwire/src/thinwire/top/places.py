@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import URLError
@@ -57,10 +58,10 @@ class Endpoints(Place):
         if not self._asked:
             self._urls, self._asked = self._neighbours(self._urls[0]), True
         with ThreadPoolExecutor(max_workers=16) as pool:
-            told = dict(zip(self._urls, pool.map(_told, self._urls), strict=True))
-        found = {url: each for url, each in told.items() if not isinstance(each, NothingHere)}
+            told = {url: pool.submit(_told, url) for url in self._urls}
+        found = {url: each.result() for url, each in told.items() if not isinstance(each.exception(), NothingHere)}
         if not found:
-            raise next(each for each in told.values() if isinstance(each, NothingHere))
+            told[self._urls[0]].result()
         places = [number for number, url in enumerate(self._urls) if url in found]
         there = self._urls[places[0] : places[-1] + 1] if self._alone else self._urls
         self.silent = [url for url in there if url not in found]
@@ -69,8 +70,6 @@ class Endpoints(Place):
     def _neighbours(self, url: str) -> list[str]:
         """URLs that ranks of its machine may have, once it has told how many ranks there are."""
         told = _told(url)
-        if isinstance(told, NothingHere):
-            raise told
         host, port = url.removesuffix("/metrics").rsplit(":", 1)
         rank, ranks = int(told.get("rank", 0)), int(told.get("ranks", 1))
         beside = range(-min(rank, MOST_BESIDE), min(ranks - rank - 1, MOST_BESIDE) + 1)
@@ -82,26 +81,22 @@ def url_of(given: str) -> str:
     return given if given.startswith(("http://", "https://")) else f"http://{given}/metrics"
 
 
-def _told(url: str) -> Stats | NothingHere:
+def _told(url: str) -> Stats:
     try:
         with urlopen(url, timeout=SECONDS) as answer:  # noqa: S310 - http or https, by url_of
             return _numbers(answer.read().decode(), url)
-    except NothingHere as error:
-        return error
     except (OSError, ValueError, HTTPException) as error:
         why = error.reason if isinstance(error, URLError) else error
-        return NothingHere(
+        raise NothingHere(
             f"nothing answers at {url} ({why}): start the training with --metrics prometheus, or with "
             "metrics.serving(), and give the HOST:PORT of its ranks"
-        )
+        ) from error
 
 
 def _numbers(text: str, where: object) -> Stats:
-    try:
+    with suppress(ValueError):
         if numbers := metrics.parsed(text):
             return numbers
-    except ValueError:
-        pass
     raise NothingHere(f"{where} holds no metrics of thinwire: another program's endpoint, or file?")
 
 
@@ -127,10 +122,8 @@ class RunFolder(Place):
 
     def _live(self) -> Iterator[tuple[str, Stats]]:
         for file in sorted((self._path / "live").glob("*.prom")):
-            try:
+            with suppress(FileNotFoundError):  # its process has ended meanwhile
                 yield file.stem, _numbers(file.read_text(), file)
-            except FileNotFoundError:  # its process has ended meanwhile
-                continue
 
     def _epochs(self) -> dict[str, Stats]:
         path = self._path / "metrics.jsonl"
