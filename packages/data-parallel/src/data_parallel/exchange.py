@@ -87,6 +87,7 @@ class Exchange:
         self.scheme, self.choice = choose_scheme(settings, comm, selects=sends == "updates", parameters=parameters)
         self._owner = owner if settings.clip_norm is None else f"{owner} with clip_norm={settings.clip_norm}"
         self._withholds = withholds and bool(self.scheme.keeps)
+        self._undoes = settings.nonfinite == "skip" or comm.elastic
         self.taken = self.skipped = 0
         self._begins = True  # no step since parameters may have been loaded
         self.cut = self.shared = self.loaded = ""
@@ -166,6 +167,8 @@ class Exchange:
         lane = self.open(bucket)
         if lane not in self._open:
             self._open.append(lane)
+            if self._undoes:
+                lane.begin()
         if of is not None:
             self.clip([flat], scale=scale, of=of)
         unused = unused_spans(lane.spans, flat) if self._withholds else ()
@@ -214,7 +217,7 @@ class Exchange:
 
     def undo(self) -> None:
         """Ends a step that has failed, and takes back what it can."""
-        if self.settings.nonfinite == "skip" or self.comm.elastic:
+        if self._undoes:
             for lane in reversed(self._open):  # lanes share a compressor's state, which the first saw before the step
                 lane.rollback()
         self._open, self.flags = [], []

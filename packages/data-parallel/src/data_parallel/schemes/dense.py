@@ -33,7 +33,7 @@ class DenseScheme(Scheme):
 
 class _DenseLane(Lane):
     def __init__(self, scheme: DenseScheme, bucket: Bucket, saved: Saved) -> None:
-        super().__init__(bucket, saved, tentative=False)
+        super().__init__(bucket, saved)
         self._comm, self._dtype = scheme.comm, torch.promote_types(bucket.dtype, torch.float32)
         self._wire = DENSE_WIRES[scheme.wire]
         self._facts = f"dense(numel={bucket.numel}, {self._dtype}, wire={scheme.wire})"
@@ -170,37 +170,32 @@ class CompressedScheme(Scheme):
 
 
 class CompressedLane(Lane):
-    """A bucket's residual, flat, in float32 (float64 for such gradients); the old one is kept until the step ends.
+    """A bucket's residual, flat, in float32 (float64 for such gradients).
 
-    Memory: 4 bytes a parameter, and as much again between an exchange and the step's end.
+    Memory: 4 bytes a parameter, and as much again between an exchange and the end of a step that may be undone.
     """
 
     def __init__(self, scheme: CompressedScheme, bucket: Bucket, saved: Saved) -> None:
-        super().__init__(bucket, saved, tentative=True)
+        super().__init__(bucket, saved)
         if self.state is None:
             self.state = scheme.compressor.initial_state(bucket.numel)
         self._comm, self._compressor = scheme.comm, scheme.compressor
-        self._residual = self._residual_before = saved.error_state.get("residuals")
+        self.kept |= saved.error_state
         what = [f"numel={bucket.numel}", f"{torch.promote_types(bucket.dtype, torch.float32)}"]
         self._facts = f"{scheme.name}({', '.join([*what, *scheme.settings])})"
-
-    @property
-    def residual(self) -> Tensor | None:
-        """Residual, even of a step that may still be undone."""
-        return self._residual
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Residual + gradient, in memory of its own; zeros where nothing takes part."""
         gradient = in_units(flat, scale)
-        total = gradient.clone() if self._residual is None else self._residual + gradient
+        total = gradient.clone() if self.residual is None else self.residual + gradient
         for span in unused:
             total[span] = 0
         return Sending(self._facts, self.schedule(total), flat, scale, unused, partial(first_nonfinite, total))
 
     def schedule(self, accumulated: Tensor) -> Schedule[Any]:
         """Rounds of the compressor, which return something with `total` and `dropped`; TypeError for anything else."""
-        state, name, version = self.state_for_a_call(), self._compressor.name, accumulated._version
-        kept = {} if state is None else {"state": state}
+        name, version = self._compressor.name, accumulated._version
+        kept = {} if self.state is None else {"state": self.state}
         rounds = self._compressor.schedule(accumulated, self._comm.rank, self._comm.size, **kept)
         if not isinstance(rounds, Generator):
             raise TypeError(f"the schedule of {name} is no generator: it takes a total over ranks by `yield from`")
@@ -225,19 +220,9 @@ class CompressedLane(Lane):
     def receive(self, sending: Sending, result: Any) -> tuple[Tensor, Tensor]:
         """The mean: scaled, and in the gradient's own dtype, which may overflow."""
         residual = result.dropped
-        if self._residual is not None:
+        if self.residual is not None:
             for span in sending.unused:
-                residual[span] += self._residual[span]
-        self._residual = residual
+                residual[span] += self.residual[span]
+        self.kept["residuals"] = residual
         mean = (result.total / self._comm.size * sending.scale).to(sending.flat.dtype)
         return mean, mean
-
-    def commit(self) -> None:
-        """Keeps this step's residual and state."""
-        super().commit()
-        self._residual_before = self._residual
-
-    def rollback(self) -> None:
-        """Restores both from before the step."""
-        super().rollback()
-        self._residual = self._residual_before
