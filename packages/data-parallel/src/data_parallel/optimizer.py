@@ -12,7 +12,7 @@ from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
+from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder
 from data_parallel.exchange import Exchange
 from data_parallel.means import Means
 from data_parallel.optimizer_watch import OptimizerWatch
@@ -335,8 +335,7 @@ class DistributedOptimizer(ExchangingOptimizer):
             self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
         watched = (self._trained, buckets) if overlap else ([], [])
-        self._order = BackwardOrder(*watched, self._start, lambda: self._accumulates)
-        take_over(optimizer, self._order)
+        self._order = BackwardOrder(*watched, self._start, lambda: self._accumulates or self.superseded)
         self._means = Means(self._exchange, buckets)
         self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}, {overlap=}")
         self.enter()

@@ -130,6 +130,11 @@ class Wrapping(Optimizer):
         """Communicator of all ranks."""
         return self._comm
 
+    @property
+    def superseded(self) -> bool:
+        """Whether another wrapper has been made of the same optimizer since."""
+        return self.optimizer._wrapping() not in (None, self)  # type: ignore[attr-defined]
+
     def start_alike(self, settings: str, *, model: nn.Module | None = None, broadcast: bool = True) -> None:
         """Gives all ranks rank 0's parameters, and buffers of `model`; for every rank to call, in the constructor.
 
