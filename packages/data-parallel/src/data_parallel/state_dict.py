@@ -11,7 +11,6 @@ import torch
 from communicators import Communicator
 from replicas import STATE_KEY, check_like, check_saved_by, is_dense, saved_by, state_of_rank, states_of_ranks
 from torch import Tensor
-from torch.optim import Optimizer
 
 from data_parallel.adam_step_correction import without_looks
 from data_parallel.lanes import ERROR_STATE
@@ -23,9 +22,6 @@ CARRY = (
 )
 
 Shapes = Mapping[str, torch.Size]
-
-SCHEDULED = ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names")
-"""Settings that schedulers, and named parameters, add to groups."""
 
 
 def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -56,21 +52,6 @@ def check_sent(own: Mapping[str, Any], sends: str) -> None:
         raise ValueError(
             f"the residuals and moments of the state are of {saved}, and not of {sends}: load it into "
             f"{savers.get(saved, saved)}, or begin anew"
-        )
-
-
-def check_groups(wrapped: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raises ValueError for the groups of another kind of optimizer: they lack settings, and have some of their own.
-
-    Lacking alone may be a state from before torch had that setting, and a scheduler leaves some behind.
-    """
-    saved = set().union(*wrapped["param_groups"])
-    missing = sorted(set(optimizer.defaults) - saved)
-    own = sorted(name for name in saved - set(optimizer.param_groups[0]) if name not in SCHEDULED)
-    if missing and own:
-        raise ValueError(
-            f"the state's groups have {own} and lack the settings {missing}, expected those of a "
-            f"{type(optimizer).__name__}: load it into an optimizer of the kind that it was saved from"
         )
 
 

@@ -348,7 +348,7 @@ class Wrapping(Optimizer):
     def parts_of_state(
         self, state: Mapping[str, Any], needs: Sequence[str], *, anyones: str = ""
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Parts of a state, for `load_state_dict`: the wrapped optimizer's, to be given to it, and the own one.
+        """Parts of a state, inside `loading`: the wrapped optimizer's, to be given to it, and the own one.
 
         Args:
             state: Result of `state_dict` on this rank, or of `gathered_state_dict` on rank 0.
@@ -359,8 +359,6 @@ class Wrapping(Optimizer):
             TypeError: It is no state.
             ValueError: The state is of another rank or number of ranks, or lacks something.
         """
-        refuse_torch_helpers(self.what)
-        self.refuse_to_load()
         rank, size = self._comm.rank, self._comm.size
         state = state_of_rank(state, rank, size, advice=self.advice, anyones=anyones)
         if (saved := state.get(STATE_KEY, {})).get(anyones) is True:
