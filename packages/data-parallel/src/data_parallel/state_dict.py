@@ -37,7 +37,8 @@ def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str
         one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
     )
     own = _whole(own)
-    plain = {"algorithm": "", "algorithm_state": [], "steps": 0, "skipped": 0, **{kind: {} for kind in ERROR_STATE}}
+    plain = {"algorithm": "", "algorithm_state": [], "steps": 0, "skipped": 0, "buckets": [[""]]}
+    plain |= {kind: {} for kind in ERROR_STATE}
     check_like(own, {key: like for key, like in plain.items() if key in own}, "")
     for kind in ERROR_STATE:
         if wrong := [name for name, held in own[kind].items() if not (is_dense(held) and held.is_floating_point())]:

@@ -111,7 +111,7 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         if lacking and (others or _is_torchs(optimizer)):
             raise ValueError(
                 f"a group of the state lacks {sorted(lacking)}, which a {type(optimizer).__name__} has, and has "
-                f"{sorted(others) or 'no others'}: load it where it was saved, into that kind of optimizer; or it is damaged"
+                f"{sorted(others) or 'no others'}: it was damaged, or belongs into the kind of optimizer that saved it"
             )
         _check_numbers(group, settings, "a group of the wrapped optimizer")
     foreseen = _shapes_after_a_step(optimizer)
