@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from data_parallel.clipping import clip_limit, clip_together
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Sending, State, empty_like, unused_spans
-from data_parallel.nonfinite import culprit, refuse_nonfinite, unlawful
+from data_parallel.nonfinite import culprit, unlawful
 from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
-from data_parallel.state_dict import RESHARD, Shapes, check_fit, check_sent, complete, own_state, refuse_residuals
+from data_parallel.state_dict import RESHARD, Shapes, check_fit, check_sent, complete, own_state, without
 from data_parallel.tally import Tally
 
 SHARED = ("lr", "momentum", "betas", "weight_decay")
@@ -280,10 +280,9 @@ class Exchange:
         """
         state, own = own_state(state, self.comm)
         check_sent(own, self.sends)
-        if not self.scheme.keeps:
-            refuse_residuals(own["residuals"])
-            own |= {"residuals": {}, "velocities": {}}
-        elif shapes:
+        if not self.scheme.selects:
+            own = without(own, [kind for kind in ERROR_STATE if kind not in self.scheme.keeps])
+        if shapes:
             check_fit(own, shapes, frozen=frozen)
         return state, own
 
@@ -291,7 +290,6 @@ class Exchange:
         """Goes on from copies of what `own` gave, but for another algorithm's own. ValueError before any change."""
         if own["algorithm"] != self.scheme.name:
             own = {**own, "algorithm_state": []}
-        refuse_nonfinite({kind: own[kind] for kind in ERROR_STATE})
         error_state = {kind: {name: tensor.clone() for name, tensor in own[kind].items()} for kind in ERROR_STATE}
         states = copy.deepcopy(dict(own["algorithm_state"]))
         self.scheme.load_state_dict(own)

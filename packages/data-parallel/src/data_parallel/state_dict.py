@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from communicators import Communicator
 from replicas import STATE_KEY, check_like, check_saved_by, is_dense, saved_by, state_of_rank, states_of_ranks
+from sparse_compress import all_finite
 from torch import Tensor
 
 from data_parallel.adam_step_correction import without_looks
@@ -41,8 +42,14 @@ def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str
     plain |= {kind: {} for kind in ERROR_STATE}
     check_like(own, {key: like for key, like in plain.items() if key in own}, "")
     for kind in ERROR_STATE:
-        if wrong := [name for name, held in own[kind].items() if not (is_dense(held) and held.is_floating_point())]:
-            raise ValueError(f"{kind} of {wrong} are no dense floating-point tensors: the state was damaged")
+        for name, held in own[kind].items():
+            if not (is_dense(held) and held.is_floating_point()):
+                raise ValueError(f"{kind} of {name!r} are no dense floating-point tensor: the state was damaged")
+            if not bool(all_finite(held)):
+                raise ValueError(
+                    f"the state's {kind} of {name!r} are not finite (NaN or inf), so no step could be taken with "
+                    "it: load an earlier state, or drop them with reshard_residuals(states, size, drop=True)"
+                )
     return state, own
 
 
@@ -93,13 +100,14 @@ def check_fit(own: Mapping[str, Any], shapes: Shapes, *, frozen: Shapes | None =
             raise ValueError(f"{kind} of other shapes than the parameters: {wrong}")
 
 
-def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for residuals that are not zero: a dense sum would lose them."""
-    if any(bool(residual.any()) for residual in residuals.values()):
+def without(own: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """State without kinds of error state that nothing keeps. ValueError where they are not zero, and would be lost."""
+    if lost := [kind for kind in kinds if any(bool(tensor.any()) for tensor in own[kind].values())]:
         raise ValueError(
-            "the state holds residuals, which a dense exchange has no use for: drop them with "
-            "reshard_residuals(states, size, drop=True)"
+            f"the state holds {lost[0]}, which a dense exchange has no use for: load it where it was saved, or drop "
+            "them with reshard_residuals(states, size, drop=True)"
         )
+    return {**own, **{kind: {} for kind in kinds}}
 
 
 def reshard_residuals(

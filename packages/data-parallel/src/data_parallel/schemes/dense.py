@@ -160,14 +160,6 @@ class CompressedScheme(Scheme):
         self.compressor.check_dtype(bucket.dtype)
         return CompressedLane(self, bucket, saved)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for velocities that are not zero, which would be lost here."""
-        if any(bool(velocity.any()) for velocity in state["velocities"].values()):
-            raise ValueError(
-                "the state holds momenta of before a selection, but nothing is selected here: load it where it was "
-                "saved, or drop them with reshard_residuals(states, size, drop=True)"
-            )
-
 
 class CompressedLane(Lane):
     """A bucket's residual, flat, in float32 (float64 for such gradients).

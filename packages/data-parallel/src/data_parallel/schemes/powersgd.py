@@ -98,7 +98,6 @@ class _PowerSGDScheme(CompressedScheme):
         loaded = {member: torch.tensor(q, dtype=dtypes[dtype]) for member, dtype, q in saved}
         if wrong := sorted({q.shape[1] for q in loaded.values()} - {self.rank}):
             raise ValueError(f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self.rank}")
-        super().load_state_dict(state)
         self.directions, self.stood = loaded, state.get("stood", 0)
 
 
