@@ -87,7 +87,7 @@ class Exchange:
         self.scheme, self.choice = choose_scheme(settings, comm, selects=sends == "updates", parameters=parameters)
         self._owner = owner if settings.clip_norm is None else f"{owner} with clip_norm={settings.clip_norm}"
         self._withholds = withholds and bool(self.scheme.keeps)
-        self._undoes = settings.nonfinite == "skip" or comm.elastic
+        self._undoes = settings.undoes(comm)
         self.taken = self.skipped = 0
         self._begins = True  # no step since parameters may have been loaded
         self.cut = self.shared = self.loaded = ""
@@ -200,7 +200,7 @@ class Exchange:
 
     def commit_or_rollback(self) -> bool:
         """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
-        if not self.finite():
+        if self.flags and not self.finite():
             self.undo()
             return False
         dropped, self.flags = [flag for _, flag in self.flags], []

@@ -281,11 +281,11 @@ class UpdateOptimizer(ExchangingOptimizer):
 
     def _as_now(self) -> Callable[[], None]:
         """Function that takes back what a step changes before its updates are exchanged, if it may have to."""
-        settings, elastic = self._exchange.settings, self.comm.elastic
-        if settings.nonfinite != "skip" and not elastic:
+        settings = self._exchange.settings
+        if not settings.undoes(self.comm):
             return lambda: None
         undo, noise = remembered(self.optimizer), self._step_correction.state_dict()
-        clips = elastic and settings.clip_norm is not None
+        clips = self.comm.elastic and settings.clip_norm is not None
         clipped = [(p.grad, p.grad.clone()) for p in self._trained if clips and p.grad is not None]
 
         def take_back() -> None:

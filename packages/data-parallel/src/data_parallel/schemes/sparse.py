@@ -27,7 +27,7 @@ class SparseScheme(Scheme):
     def __init__(self, comm: Communicator, algorithm: Algorithm, settings: Settings, *, wire: str) -> None:
         super().__init__(algorithm.name, algorithm.settings, selects=True, wire=wire)
         self.comm, self.algorithm, self.compressor = comm, algorithm, settings.compressor
-        self.momentum, self.tentative = settings.momentum, settings.nonfinite == "skip" or comm.elastic
+        self.momentum, self.tentative = settings.momentum, settings.undoes(comm)
         self.keeps = ERROR_STATE if self.momentum else ERROR_STATE[:1]
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
