@@ -394,7 +394,6 @@ class Wrapping(Optimizer):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuses copy and pickle, which would make an optimizer of other parameters than the model's, or of none."""
-        del protocol
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: save its state_dict(), make another one, and load "
             "that there"

@@ -102,7 +102,6 @@ class DenseCompressor:
         Args:
             numel: Elements of the bucket.
         """
-        del numel
         return None
 
     def check_dtype(self, dtype: torch.dtype) -> None:
