@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from communicators import Bucket, Schedule
+from communicators import Bucket, Communicator, Schedule
 from torch import Tensor
 
 ERROR_STATE = ("residuals", "velocities")
@@ -104,7 +104,8 @@ class Scheme:
     """How gradients become means: opens the lanes of buckets, and owns what these share.
 
     Attributes:
-        name: Name of the algorithm, in facts, errors and checkpoints.
+        comm: The ranks.
+        name: Name of the algorithm, which is an `Algorithm` or a `DenseCompressor`, in facts, errors and checkpoints.
         settings: Its options, as text that all ranks must share.
         wire: Encoding of the values.
         selects: Whether entries are selected, as many as the compressor says.
@@ -113,8 +114,9 @@ class Scheme:
 
     keeps: Sequence[str] = ()
 
-    def __init__(self, name: str, settings: Sequence[str], *, selects: bool = False, wire: str = "fp32") -> None:
-        self.name, self.settings, self.selects, self.wire = name, settings, selects, wire
+    def __init__(self, comm: Communicator, algorithm: Any, *, selects: bool = False, wire: str = "fp32") -> None:
+        self.comm, self.name, self.settings = comm, str(algorithm.name), list[str](algorithm.settings)
+        self.selects, self.wire = selects, wire
 
     @property
     def dense_steps_left(self) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from communicators import Bucket, Communicator, Schedule, schedules
-from sparse_collectives import DENSE_WIRES, Algorithm, DenseReduction, check_options
+from sparse_collectives import DENSE_WIRES, DenseReduction, check_options
 from torch import Tensor
 
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, in_units
@@ -19,10 +19,6 @@ class DenseScheme(Scheme):
 
     wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; rounding errors are lost.
     """
-
-    def __init__(self, comm: Communicator, algorithm: Algorithm, *, wire: str = "fp32") -> None:
-        super().__init__(algorithm.name, algorithm.settings, wire=wire)
-        self.comm = comm
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens a bucket's lane. TypeError for float64, which would lose most of its bits in half precision."""
@@ -151,8 +147,8 @@ class CompressedScheme(Scheme):
     keeps = ERROR_STATE[:1]
 
     def __init__(self, comm: Communicator, compressor: DenseCompressor) -> None:
-        super().__init__(compressor.name, compressor.settings)
-        self.comm, self.compressor = comm, compressor
+        super().__init__(comm, compressor)
+        self.compressor = compressor
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens a bucket's lane."""

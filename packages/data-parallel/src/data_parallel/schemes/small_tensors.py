@@ -9,14 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, schedules
-from sparse_collectives import Algorithm
+from communicators import Bucket, schedules
 from torch import Tensor
 
 from data_parallel.lanes import Lane, Saved, Sending, in_units, spans_of
 from data_parallel.nonfinite import first_nonfinite
 from data_parallel.schemes.sparse import SparseLane, SparseScheme
-from data_parallel.settings import Settings
 
 
 class DenseSmallTensors(SparseScheme):
@@ -26,14 +24,9 @@ class DenseSmallTensors(SparseScheme):
     plain, u ← m·u + g, send u; nothing is cleared, because nothing waits. Only the selection uses the wire.
     """
 
-    def __init__(self, comm: Communicator, algorithm: Algorithm, settings: Settings, *, wire: str) -> None:
-        super().__init__(comm, algorithm, settings, wire=wire)
-        self._below = settings.dense_below
-        self.settings = [*self.settings, f"dense_below={self._below}"]
-
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens a bucket's lane, with a place for its small members, where it has any."""
-        spans = [span for span in spans_of(bucket) if span.stop - span.start < self._below]
+        spans = [span for span in spans_of(bucket) if span.stop - span.start < self.dense_below]
         if not spans:
             return super().open(bucket, saved)
         small = torch.cat([torch.arange(span.start, span.stop, device=bucket.device) for span in spans])

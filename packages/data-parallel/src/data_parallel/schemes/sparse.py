@@ -25,9 +25,9 @@ class SparseScheme(Scheme):
     """
 
     def __init__(self, comm: Communicator, algorithm: Algorithm, settings: Settings, *, wire: str) -> None:
-        super().__init__(algorithm.name, algorithm.settings, selects=True, wire=wire)
-        self.comm, self.algorithm, self.compressor = comm, algorithm, settings.compressor
-        self.momentum, self.tentative = settings.momentum, settings.undoes(comm)
+        super().__init__(comm, algorithm, selects=True, wire=wire)
+        self.algorithm, self.compressor = algorithm, settings.compressor
+        self.momentum, self.dense_below, self.tentative = settings.momentum, settings.dense_below, settings.undoes(comm)
         self.keeps = ERROR_STATE if self.momentum else ERROR_STATE[:1]
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
