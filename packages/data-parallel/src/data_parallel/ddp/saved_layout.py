@@ -41,10 +41,12 @@ class SavedBucketLayout:
     other bits than one that never stopped. These few backwards overlap with nothing, and copy the gradients.
 
     layout: the names in each bucket, in the order in which DDP brought them last. Parameters other than those: the
-    buckets stay as DDP has them.
+    buckets stay as DDP has them. Raises ValueError for an empty bucket.
     """
 
     def __init__(self, layout: Sequence[Sequence[str]]) -> None:
+        if not all(layout):
+            raise ValueError(f"of the state's buckets {layout!r} one is empty: it was damaged")
         self.layout = [list(names) for names in layout]
         self._backwards = 0
         self._held: list[Held] = []
@@ -91,7 +93,7 @@ class SavedBucketLayout:
         for inside in self.layout:
             members = [found[name] for name in inside]
             kinds = {(bucket.dtype, bucket.device) for bucket, _ in members}
-            if len(kinds) != 1:
+            if len(kinds) > 1:
                 return []
             parts = [(b.members[at], b.shapes[at], b.strides[at]) for b, at in members]
             numbers, shapes, strides = zip(*parts, strict=True)
