@@ -26,7 +26,16 @@ from data_parallel.lanes import ERROR_STATE, Lane, Saved, Sending, State, empty_
 from data_parallel.nonfinite import culprit, unlawful
 from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
-from data_parallel.state_dict import RESHARD, Shapes, check_fit, check_sent, complete, own_state, without
+from data_parallel.state_dict import (
+    RESHARD,
+    Shapes,
+    check_fit,
+    check_sent,
+    complete,
+    own_state,
+    refuse_nonfinite,
+    without,
+)
 from data_parallel.tally import Tally
 
 SHARED = ("lr", "momentum", "betas", "weight_decay")
@@ -290,6 +299,7 @@ class Exchange:
         """Goes on from copies of what `own` gave, but for another algorithm's own. ValueError before any change."""
         if own["algorithm"] != self.scheme.name:
             own = {**own, "algorithm_state": []}
+        refuse_nonfinite(own)
         error_state = {kind: {name: tensor.clone() for name, tensor in own[kind].items()} for kind in ERROR_STATE}
         states = copy.deepcopy(dict(own["algorithm_state"]))
         self.scheme.load_state_dict(own)

@@ -45,12 +45,18 @@ def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str
         for name, held in own[kind].items():
             if not (is_dense(held) and held.is_floating_point()):
                 raise ValueError(f"{kind} of {name!r} are no dense floating-point tensor: the state was damaged")
+    return state, own
+
+
+def refuse_nonfinite(own: Mapping[str, Any]) -> None:
+    """Raises ValueError, by name, for error state, whose shapes fit, that would make every later step fail."""
+    for kind in ERROR_STATE:
+        for name, held in own[kind].items():
             if not bool(all_finite(held)):
                 raise ValueError(
                     f"the state's {kind} of {name!r} are not finite (NaN or inf), so no step could be taken with "
                     "it: load an earlier state, or drop them with reshard_residuals(states, size, drop=True)"
                 )
-    return state, own
 
 
 def check_sent(own: Mapping[str, Any], sends: str) -> None:
