@@ -198,6 +198,17 @@ def test_dense_does_not_swallow_residuals():
     optimizer.load_state_dict(reshard_residuals([state], 1, drop=True)[0])
 
 
+def test_dense_does_not_swallow_momenta_without_residuals():
+    model, optimizer = make(None, inner=torch.optim.SGD, momentum=0.9)
+    train(model, optimizer, 0, range(2))
+    state = saved(optimizer.state_dict())
+    for residual in state["distributed"]["residuals"].values():
+        residual.zero_()
+    _, dense = make(None, name="dense", inner=torch.optim.SGD)
+    with pytest.raises(ValueError, match="velocities, which a dense exchange has no use for"):
+        dense.load_state_dict(state)
+
+
 @pytest.mark.parametrize("kind", [DistributedOptimizer, UpdateOptimizer])
 def test_a_state_that_only_one_rank_loads_is_told(kind):
     def body(comm):
@@ -229,7 +240,7 @@ def test_a_state_of_another_optimizer_is_told_when_it_is_loaded():
 
     state = wrapped(torch.optim.AdamW).state_dict()
     other = wrapped(torch.optim.SGD)
-    with pytest.raises(ValueError, match=r"have \['amsgrad'.*lack.*'momentum'.*expected those of a SGD"):
+    with pytest.raises(ValueError, match=r"lacks .*'momentum'.*, which a SGD has, and has \['amsgrad'"):
         other.load_state_dict(state)
     assert "momentum" in other.param_groups[0]
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from communicators import Bucket
 from torch import Tensor
-from torch.optim import Optimizer
 
 from data_parallel.watching import watch
 
@@ -18,7 +17,7 @@ class BackwardOrder:
     Bucket 0 holds the parameters whose gradients come first, those of the last layers. A bucket that is ready early
     waits for its turn, because all ranks must start their exchanges in one order.
 
-    paused: whether gradients only accumulate now. close: stops watching.
+    paused: whether gradients are not to be exchanged now.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class BackwardOrder:
         self._members = [bucket.members for bucket in buckets]
         self._bucket_of = {member: position for position, members in enumerate(self._members) for member in members}
         self.reset()
-        self.close = watch(self, dict(enumerate(parameters)), BackwardOrder.ready)
+        watch(self, dict(enumerate(parameters)), BackwardOrder.ready)
 
     def reset(self) -> None:
         """Begins a new step, and forgets what backward left unfinished."""
@@ -82,10 +81,3 @@ def _version(gradient: Tensor | None) -> tuple[int, int] | None:
         return None
     base = gradient._base
     return id(gradient), gradient._version if base is None or base.numel() == gradient.numel() else 0
-
-
-def take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
-    """Closes the optimizer's earlier watcher, which a scheduler may still hold, so that it starts no exchanges."""
-    vars(optimizer).pop("_close_backward_order", lambda: None)()
-    if order is not None:
-        vars(optimizer)["_close_backward_order"] = order.close

@@ -23,10 +23,19 @@ from torch.optim import Optimizer
 
 from data_parallel.clipping import clip_limit, clip_together
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Sending, State, empty_like, unused_spans
-from data_parallel.nonfinite import culprit, refuse_nonfinite, unlawful
+from data_parallel.nonfinite import culprit, unlawful
 from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
-from data_parallel.state_dict import RESHARD, Shapes, check_fit, check_sent, complete, own_state, refuse_residuals
+from data_parallel.state_dict import (
+    RESHARD,
+    Shapes,
+    check_fit,
+    check_sent,
+    complete,
+    own_state,
+    refuse_nonfinite,
+    without,
+)
 from data_parallel.tally import Tally
 
 SHARED = ("lr", "momentum", "betas", "weight_decay")
@@ -87,6 +96,7 @@ class Exchange:
         self.scheme, self.choice = choose_scheme(settings, comm, selects=sends == "updates", parameters=parameters)
         self._owner = owner if settings.clip_norm is None else f"{owner} with clip_norm={settings.clip_norm}"
         self._withholds = withholds and bool(self.scheme.keeps)
+        self._undoes = settings.undoes(comm)
         self.taken = self.skipped = 0
         self._begins = True  # no step since parameters may have been loaded
         self.cut = self.shared = self.loaded = ""
@@ -166,6 +176,8 @@ class Exchange:
         lane = self.open(bucket)
         if lane not in self._open:
             self._open.append(lane)
+            if self._undoes:
+                lane.begin()
         if of is not None:
             self.clip([flat], scale=scale, of=of)
         unused = unused_spans(lane.spans, flat) if self._withholds else ()
@@ -197,7 +209,7 @@ class Exchange:
 
     def commit_or_rollback(self) -> bool:
         """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
-        if not self.finite():
+        if self.flags and not self.finite():
             self.undo()
             return False
         dropped, self.flags = [flag for _, flag in self.flags], []
@@ -214,7 +226,7 @@ class Exchange:
 
     def undo(self) -> None:
         """Ends a step that has failed, and takes back what it can."""
-        if self.settings.nonfinite == "skip" or self.comm.elastic:
+        if self._undoes:
             for lane in reversed(self._open):  # lanes share a compressor's state, which the first saw before the step
                 lane.rollback()
         self._open, self.flags = [], []
@@ -277,10 +289,9 @@ class Exchange:
         """
         state, own = own_state(state, self.comm)
         check_sent(own, self.sends)
-        if not self.scheme.keeps:
-            refuse_residuals(own["residuals"])
-            own |= {"residuals": {}, "velocities": {}}
-        elif shapes:
+        if not self.scheme.selects:
+            own = without(own, [kind for kind in ERROR_STATE if kind not in self.scheme.keeps])
+        if shapes:
             check_fit(own, shapes, frozen=frozen)
         return state, own
 
@@ -288,7 +299,7 @@ class Exchange:
         """Goes on from copies of what `own` gave, but for another algorithm's own. ValueError before any change."""
         if own["algorithm"] != self.scheme.name:
             own = {**own, "algorithm_state": []}
-        refuse_nonfinite({kind: own[kind] for kind in ERROR_STATE})
+        refuse_nonfinite(own)
         error_state = {kind: {name: tensor.clone() for name, tensor in own[kind].items()} for kind in ERROR_STATE}
         states = copy.deepcopy(dict(own["algorithm_state"]))
         self.scheme.load_state_dict(own)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from communicators import Bucket, Schedule
+from communicators import Bucket, Communicator, Schedule
 from torch import Tensor
 
 ERROR_STATE = ("residuals", "velocities")
@@ -56,20 +56,23 @@ class Sending:
 class Lane:
     """One bucket's lane.
 
-    spans: those of the members in the flat tensor.
-    state: the algorithm's; a schedule changes it in place. tentative: steps may be undone, so that the state before the
-    step is kept.
+    spans: those of the members in the flat tensor. state: the algorithm's; a schedule changes it in place. kept: flat
+    tensors by the names of `ERROR_STATE`, replaced in a step, never written to.
     """
 
-    def __init__(self, bucket: Bucket, saved: Saved, *, tentative: bool) -> None:
+    def __init__(self, bucket: Bucket, saved: Saved) -> None:
         self.bucket, self.key, self.state, self.spans = bucket, saved.key, saved.state, spans_of(bucket)
-        self._tentative = tentative
-        self._state_before: State | None = None
+        self.kept: dict[str, Tensor] = {}
+        self._before: tuple[State | None, dict[str, Tensor]] | None = None
 
     @property
     def residual(self) -> Tensor | None:
         """Part of the gradients that was not sent yet, flat, even amid a step; None before there is any."""
-        return None
+        return self.kept.get("residuals")
+
+    def begin(self) -> None:
+        """Begins a step that may be undone."""
+        self._before = copy.deepcopy(self.state), dict(self.kept)
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Adds a gradient of loss scale `scale` to the residual, and prepares what is sent of it."""
@@ -85,29 +88,24 @@ class Lane:
 
     def commit(self) -> None:
         """Ends a step that stands."""
-        self._state_before = None
+        self._before = None
 
     def rollback(self) -> None:
-        """Ends a step that does not: everything is as before it, bit for bit."""
-        if self._state_before is not None:
-            self.state, self._state_before = self._state_before, None
+        """Ends a step that does not: everything is as it was at `begin`, bit for bit."""
+        if self._before is not None:
+            (self.state, self.kept), self._before = self._before, None
 
     def error_state(self) -> dict[str, Tensor]:
         """Flat tensors by the names of `ERROR_STATE`, between steps: references."""
-        return {} if self.residual is None else {"residuals": self.residual}
-
-    def state_for_a_call(self) -> State | None:
-        """The algorithm's state, for a call to change; kept as it was where steps may be undone."""
-        if self._tentative and self._state_before is None:
-            self._state_before = copy.deepcopy(self.state)
-        return self.state
+        return self.kept
 
 
 class Scheme:
     """How gradients become means: opens the lanes of buckets, and owns what these share.
 
     Attributes:
-        name: Name of the algorithm, in facts, errors and checkpoints.
+        comm: The ranks.
+        name: Name of the algorithm, which is an `Algorithm` or a `DenseCompressor`, in facts, errors and checkpoints.
         settings: Its options, as text that all ranks must share.
         wire: Encoding of the values.
         selects: Whether entries are selected, as many as the compressor says.
@@ -116,8 +114,9 @@ class Scheme:
 
     keeps: Sequence[str] = ()
 
-    def __init__(self, name: str, settings: Sequence[str], *, selects: bool = False, wire: str = "fp32") -> None:
-        self.name, self.settings, self.selects, self.wire = name, settings, selects, wire
+    def __init__(self, comm: Communicator, algorithm: Any, *, selects: bool = False, wire: str = "fp32") -> None:
+        self.comm, self.name, self.settings = comm, str(algorithm.name), list[str](algorithm.settings)
+        self.selects, self.wire = selects, wire
 
     @property
     def dense_steps_left(self) -> int | None:

@@ -162,7 +162,7 @@ class FollowedModule:
         self.ddp: DistributedDataParallel | None = None
         self._lookahead, self._inside = lookahead, cast(AbstractContextManager[None] | None, None)
         hooked: Any = module
-        before_state = _Hook(self, FollowedModule.before_state)
+        before_state = _Hook(self, FollowedModule.leave)
         handles = [
             hooked.register_forward_pre_hook(_Hook(self, FollowedModule.before_forward)),
             hooked.register_state_dict_pre_hook(before_state),
@@ -194,11 +194,7 @@ class FollowedModule:
             self._inside = self._lookahead.for_gradients()
             self._inside.__enter__()
 
-    def before_state(self, *_: Any) -> None:
-        """Leaves, because a state is of the parameters that all ranks have in common."""
-        self.leave()
-
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """Leaves what a forward has entered. RuntimeError: a parameter was written to meanwhile, which is undone."""
         inside, self._inside = self._inside, None
         if inside is not None:

@@ -1,11 +1,10 @@
 """Errors that name the rank and parameter of a NaN or inf, the same on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from communicators import Bucket, CollectiveError, Communicator, Schedule, schedules
-from sparse_compress import all_finite
 from torch import Tensor
 
 
@@ -36,17 +35,6 @@ def first_nonfinite(tensor: Tensor) -> int:
     """Position of the first non-finite element of a 1-D tensor, -1 if there is none."""
     positions = (~torch.isfinite(tensor)).nonzero()
     return int(positions[0]) if len(positions) else -1
-
-
-def refuse_nonfinite(error_state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raises ValueError, by name, for error state that would make every later step fail."""
-    for kind, tensors in error_state.items():
-        for name, kept in tensors.items():
-            if not bool(all_finite(kept)):
-                raise ValueError(
-                    f"the state's {kind} of {name!r} are not finite (NaN or inf), so no step could be taken with "
-                    "it: load an earlier state, or drop them with reshard_residuals(states, size, drop=True)"
-                )
 
 
 def _error(culprits: Sequence[int], names: Sequence[str], what: str) -> CollectiveError:

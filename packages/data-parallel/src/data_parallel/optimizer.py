@@ -6,18 +6,18 @@ from typing import Any, Unpack
 
 import torch
 from communicators import Stats, buckets_of
-from replicas import STATE_KEY, Wrapping, check_loaded, load_into, wholly
+from replicas import STATE_KEY, Wrapping, check_loaded, load_into
 from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
+from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder
 from data_parallel.exchange import Exchange
 from data_parallel.means import Means
 from data_parallel.optimizer_watch import OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, check_count, fixed
-from data_parallel.state_dict import RESHARD, check_groups
+from data_parallel.state_dict import RESHARD
 from data_parallel.uneven import Shadow, group_for_join
 
 INSTEAD = "Wrap it in an UpdateOptimizer, by UpdateOptimizer.for_model(optimizer, model)"
@@ -200,12 +200,10 @@ class ExchangingOptimizer(Wrapping):
                 the other kind of optimizer, or parameters do not fit.
             RuntimeError: Gradients are under way.
         """
-        self.refuse_to_load()
         self._refuse_load()
-        with wholly(self, self.what, state_dict):
+        with self.loading(state_dict):
             state, own = self._exchange.own(state_dict, {name: p.shape for name, p in self._sent.items()})
             wrapped = check_loaded({key: held for key, held in state.items() if key != STATE_KEY}, own.get("wrapped"))
-            check_groups(wrapped, self.optimizer)
             self._load(own, wrapped)
             load_into(self.optimizer, wrapped)
 
@@ -335,8 +333,7 @@ class DistributedOptimizer(ExchangingOptimizer):
             self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
         watched = (self._trained, buckets) if overlap else ([], [])
-        self._order = BackwardOrder(*watched, self._start, lambda: self._accumulates)
-        take_over(optimizer, self._order)
+        self._order = BackwardOrder(*watched, self._start, lambda: self._accumulates or self.superseded)
         self._means = Means(self._exchange, buckets)
         self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}, {overlap=}")
         self.enter()

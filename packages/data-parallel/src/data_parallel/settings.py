@@ -5,8 +5,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Self, TypedDict
+from typing import Any, Self, TypedDict, cast
 
+from communicators import Communicator
 from sparse_collectives import ALGORITHMS, DENSE_WIRES, Algorithm, resolve
 from sparse_compress import Compressor, TopK, WarmUp, arguments
 
@@ -112,13 +113,8 @@ class Settings:
             dense_below=check_count("dense_below", self.dense_below, "elements", least=0) or 0,
             verify=check_count("verify", self.verify, "steps", least=0),
         )
-        for name, value, example in (("wire", self.wire, "fp32"), ("nonfinite", self.nonfinite, "raise")):
-            if not isinstance(value, str):
-                raise TypeError(f"{name} is {value!r}, expected text such as {example!r}")
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite is {self.nonfinite!r}, expected 'raise' or 'skip'")
-        if self.options is not None and not isinstance(self.options, Mapping):
-            raise TypeError(f"options is {self.options!r}, expected a mapping such as {{'teams': 2}}")
         if schedule is not None:  # what it gives is checked at once, and is known before the first step
             first = schedule(0)
             try:
@@ -140,6 +136,10 @@ class Settings:
         """Final density if it is known: the `density` of the schedule or of the compressor; else 1."""
         return float(getattr(self.density or self.compressor, "density", 1.0))
 
+    def undoes(self, comm: Communicator) -> bool:
+        """Whether a step may be undone among these ranks, so that what it changes is kept as it was."""
+        return self.nonfinite == "skip" or comm.elastic
+
     def said(self, **found: Any) -> str:
         """Settings as text, but for those that are off. found: what was chosen, in place of what was given."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "density"} | found
@@ -153,8 +153,7 @@ class Settings:
         """
         if self.algorithm == "auto":
             if self.options:
-                given = dict(self.options)
-                raise ValueError(f'algorithm="auto" chooses options too, but {given} was given: name their algorithm')
+                raise ValueError(f'"auto" chooses options too, but {self.options} was given: name their algorithm')
             resolve("gtopk", wire=self.wire)
             self._check_compressor("algorithm='auto' may take one that prescribes its selection")
             return None
@@ -199,13 +198,7 @@ def refuse_elastic(owner: str, group: Any, why: str) -> None:
 
 def check_count(name: str, value: Any, unit: str, *, least: int = 1) -> int | None:
     """A whole number from `least` on, or None; TypeError or ValueError for anything else."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}, expected a whole number of {unit}, or None")
-    if value < least:
-        raise ValueError(f"{name} is {value}, expected {least} or more {unit}, or None")
-    return value
+    return None if value is None else arguments.integer(value, name, least=least, expected=f"{unit}, or None")
 
 
 def fixed(owner: object, name: str) -> AttributeError:
@@ -238,9 +231,8 @@ def _compressor(given: Any, density: Any) -> Compressor:
         return TopK(DENSITY if density is None else density)
     elif density is not None:
         raise ValueError(f"density={density} and compressor={given} were given, and both say how much: leave out one")
-    if isinstance(given, type) or not isinstance(given, Compressor):
-        raise TypeError(f"compressor is {given!r}, expected one such as TopK(0.01)")
-    return given
+    arguments.check_compressor(given)
+    return cast(Compressor, given)
 
 
 def _clip_norm(given: Any) -> float | None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from communicators import Communicator
 from replicas import STATE_KEY, check_like, check_saved_by, is_dense, saved_by, state_of_rank, states_of_ranks
+from sparse_compress import all_finite
 from torch import Tensor
-from torch.optim import Optimizer
 
 from data_parallel.adam_step_correction import without_looks
 from data_parallel.lanes import ERROR_STATE
@@ -23,9 +23,6 @@ CARRY = (
 )
 
 Shapes = Mapping[str, torch.Size]
-
-SCHEDULED = ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names")
-"""Settings that schedulers, and named parameters, add to groups."""
 
 
 def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -41,12 +38,25 @@ def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str
         one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
     )
     own = _whole(own)
-    plain = {"algorithm": "", "algorithm_state": [], "steps": 0, "skipped": 0, **{kind: {} for kind in ERROR_STATE}}
+    plain = {"algorithm": "", "algorithm_state": [], "steps": 0, "skipped": 0, "buckets": [[""]]}
+    plain |= {kind: {} for kind in ERROR_STATE}
     check_like(own, {key: like for key, like in plain.items() if key in own}, "")
     for kind in ERROR_STATE:
-        if wrong := [name for name, held in own[kind].items() if not (is_dense(held) and held.is_floating_point())]:
-            raise ValueError(f"{kind} of {wrong} are no dense floating-point tensors: the state was damaged")
+        for name, held in own[kind].items():
+            if not (is_dense(held) and held.is_floating_point()):
+                raise ValueError(f"{kind} of {name!r} are no dense floating-point tensor: the state was damaged")
     return state, own
+
+
+def refuse_nonfinite(own: Mapping[str, Any]) -> None:
+    """Raises ValueError, by name, for error state, whose shapes fit, that would make every later step fail."""
+    for kind in ERROR_STATE:
+        for name, held in own[kind].items():
+            if not bool(all_finite(held)):
+                raise ValueError(
+                    f"the state's {kind} of {name!r} are not finite (NaN or inf), so no step could be taken with "
+                    "it: load an earlier state, or drop them with reshard_residuals(states, size, drop=True)"
+                )
 
 
 def check_sent(own: Mapping[str, Any], sends: str) -> None:
@@ -56,21 +66,6 @@ def check_sent(own: Mapping[str, Any], sends: str) -> None:
         raise ValueError(
             f"the residuals and moments of the state are of {saved}, and not of {sends}: load it into "
             f"{savers.get(saved, saved)}, or begin anew"
-        )
-
-
-def check_groups(wrapped: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raises ValueError for the groups of another kind of optimizer: they lack settings, and have some of their own.
-
-    Lacking alone may be a state from before torch had that setting, and a scheduler leaves some behind.
-    """
-    saved = set().union(*wrapped["param_groups"])
-    missing = sorted(set(optimizer.defaults) - saved)
-    own = sorted(name for name in saved - set(optimizer.param_groups[0]) if name not in SCHEDULED)
-    if missing and own:
-        raise ValueError(
-            f"the state's groups have {own} and lack the settings {missing}, expected those of a "
-            f"{type(optimizer).__name__}: load it into an optimizer of the kind that it was saved from"
         )
 
 
@@ -111,13 +106,14 @@ def check_fit(own: Mapping[str, Any], shapes: Shapes, *, frozen: Shapes | None =
             raise ValueError(f"{kind} of other shapes than the parameters: {wrong}")
 
 
-def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for residuals that are not zero: a dense sum would lose them."""
-    if any(bool(residual.any()) for residual in residuals.values()):
+def without(own: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """State without kinds of error state that nothing keeps. ValueError where they are not zero, and would be lost."""
+    if lost := [kind for kind in kinds if any(bool(tensor.any()) for tensor in own[kind].values())]:
         raise ValueError(
-            "the state holds residuals, which a dense exchange has no use for: drop them with "
-            "reshard_residuals(states, size, drop=True)"
+            f"the state holds {lost[0]}, which a dense exchange has no use for: load it where it was saved, or drop "
+            "them with reshard_residuals(states, size, drop=True)"
         )
+    return {**own, **{kind: {} for kind in kinds}}
 
 
 def reshard_residuals(

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by, without_looks
-from data_parallel.backward_order import take_over
 from data_parallel.lookahead import ErrorLookahead, FollowedModule
 from data_parallel.means import Means
 from data_parallel.optimizer import ExchangingOptimizer
@@ -118,7 +117,6 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._lowered: dict[int, float] = {}  # Adam's β₁ by group, where for_model has set it, until it is another
         self._lookahead = ErrorLookahead(self._sent, self._exchange, lambda: ahead_by(optimizer, self.comm.size))
         self._rates = ByRates(optimizer, self._trained, nbytes)
-        take_over(optimizer, None)
         self._open()
         self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}{self._rates.facts}")
         self.enter()
@@ -283,11 +281,11 @@ class UpdateOptimizer(ExchangingOptimizer):
 
     def _as_now(self) -> Callable[[], None]:
         """Function that takes back what a step changes before its updates are exchanged, if it may have to."""
-        settings, elastic = self._exchange.settings, self.comm.elastic
-        if settings.nonfinite != "skip" and not elastic:
+        settings = self._exchange.settings
+        if not settings.undoes(self.comm):
             return lambda: None
         undo, noise = remembered(self.optimizer), self._step_correction.state_dict()
-        clips = elastic and settings.clip_norm is not None
+        clips = self.comm.elastic and settings.clip_norm is not None
         clipped = [(p.grad, p.grad.clone()) for p in self._trained if clips and p.grad is not None]
 
         def take_back() -> None:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from replicas.loading import check_like, is_dense, is_number
+from replicas.loading import check_like, is_number
 
 _HELPERS = "torch.distributed.checkpoint.state_dict"
 _NEW = "new"
+SCHEDULED = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names"}
+"""Settings that schedulers, and named parameters, add to groups."""
 
 
 def saved_optimizer(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, Any], str | list[str]]:
@@ -105,9 +107,12 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     optimizer.load_state_dict(copy.deepcopy(dict(state)))  # torch would go on in the given tensors
     for group, own in zip(optimizer.param_groups, before, strict=True):
         settings = {key: held for key, held in own.items() if key in optimizer.defaults}
-        lacking = [key for key in settings if key not in group] if _is_torchs(optimizer) else []
-        if lacking:
-            raise ValueError(f"a group of the wrapped optimizer lacks {lacking}: it was damaged or cut")
+        lacking, others = settings.keys() - group.keys(), group.keys() - own.keys() - SCHEDULED
+        if lacking and (others or _is_torchs(optimizer)):
+            raise ValueError(
+                f"a group of the state lacks {sorted(lacking)}, which a {type(optimizer).__name__} has, and has "
+                f"{sorted(others) or 'no others'}: it was damaged, or belongs into the kind of optimizer that saved it"
+            )
         _check_numbers(group, settings, "a group of the wrapped optimizer")
     foreseen = _shapes_after_a_step(optimizer)
     for number, p in zip(saved, chain.from_iterable(group["params"] for group in before), strict=True):
@@ -117,18 +122,9 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 def _check_kept(kept: Mapping[str, Any], foreseen: Mapping[str, Tensor], where: str) -> None:
     """Raises ValueError for state of one parameter that is not as foreseen, or holds no usable tensors."""
-    if lacking := [name for name in foreseen if name not in kept]:
-        raise ValueError(f"{where} lacks {lacking}: it was damaged or cut")
-    for name, held in kept.items():
-        like = foreseen.get(name)
-        number = like is not None and like.dim() == 0 and type(held) in (int, float)  # a step's, in older states
-        if (isinstance(held, Tensor) or like is not None) and not number and not is_dense(held):
-            raise ValueError(f"{where}, {name} is {held!r:.100}, expected a dense tensor: it was damaged")
-        if like is not None and not number:
-            given = tuple(held.shape), held.is_floating_point()
-            if given != (tuple(like.shape), like.is_floating_point()):
-                told = f"{held.dtype} of shape {given[0]}, expected {like.dtype} of shape {tuple(like.shape)}"
-                raise ValueError(f"{where}, {name} is {told}: it was damaged, or is another model's")
+    tensors = {name: held for name, held in kept.items() if isinstance(held, Tensor)} | dict(foreseen)
+    steps = {name for name, like in tensors.items() if not like.dim() and is_number(kept.get(name))}  # of older states
+    check_like(kept, {name: like for name, like in tensors.items() if name not in steps}, where)
 
 
 def _shapes_after_a_step(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:

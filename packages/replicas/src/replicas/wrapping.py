@@ -130,6 +130,11 @@ class Wrapping(Optimizer):
         """Communicator of all ranks."""
         return self._comm
 
+    @property
+    def superseded(self) -> bool:
+        """Whether another wrapper has been made of the same optimizer since."""
+        return self.optimizer._wrapping() not in (None, self)  # type: ignore[attr-defined]
+
     def start_alike(self, settings: str, *, model: nn.Module | None = None, broadcast: bool = True) -> None:
         """Gives all ranks rank 0's parameters, and buffers of `model`; for every rank to call, in the constructor.
 
@@ -343,7 +348,7 @@ class Wrapping(Optimizer):
     def parts_of_state(
         self, state: Mapping[str, Any], needs: Sequence[str], *, anyones: str = ""
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Parts of a state, for `load_state_dict`: the wrapped optimizer's, to be given to it, and the own one.
+        """Parts of a state, inside `loading`: the wrapped optimizer's, to be given to it, and the own one.
 
         Args:
             state: Result of `state_dict` on this rank, or of `gathered_state_dict` on rank 0.
@@ -354,8 +359,6 @@ class Wrapping(Optimizer):
             TypeError: It is no state.
             ValueError: The state is of another rank or number of ranks, or lacks something.
         """
-        refuse_torch_helpers(self.what)
-        self.refuse_to_load()
         rank, size = self._comm.rank, self._comm.size
         state = state_of_rank(state, rank, size, advice=self.advice, anyones=anyones)
         if (saved := state.get(STATE_KEY, {})).get(anyones) is True:
@@ -391,7 +394,6 @@ class Wrapping(Optimizer):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuses copy and pickle, which would make an optimizer of other parameters than the model's, or of none."""
-        del protocol
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: save its state_dict(), make another one, and load "
             "that there"

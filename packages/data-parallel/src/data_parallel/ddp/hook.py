@@ -8,9 +8,8 @@ ddp.register_comm_hook(state, sparse_hook)
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self, Unpack
 
 import torch
@@ -51,7 +50,7 @@ class _Backward:
 
     saved: in the first backwards after a checkpoint. scale: of this step's loss; a GPU is asked for it once. numel: of
     all that learns, where gradients are clipped by their share of it. under_way: buckets whose mean has not come.
-    waits: label of the time after the last bucket until they have.
+    waits: holds the label of the time after the last bucket until they have.
     """
 
     errors: list[Exception] = field(default_factory=list)
@@ -60,14 +59,7 @@ class _Backward:
     scale: float = 1.0
     numel: int | None = None
     under_way: int = 0
-    waits: AbstractContextManager[object] = field(default_factory=nullcontext)
-
-    def arrived(self) -> None:
-        """Notes that a bucket's mean is there; after the last one nothing is waited for."""
-        self.under_way -= 1
-        if not self.under_way:
-            waits, self.waits = self.waits, nullcontext()
-            waits.__exit__(None, None, None)
+    waits: ExitStack = field(default_factory=ExitStack)
 
 
 class SparseHookState:
@@ -372,32 +364,26 @@ class SparseHookState:
         ours = self._buckets.of(parameters, flat)
         held = self._accumulated.take_out(ours, flat, parameters, last=last)
         errors, in_backward = now.errors, torch._C._current_graph_task_id() != -1  # else it is DDP's `join()`
-        start = partial(exchange.start, scale=now.scale, of=now.numel)
         now.under_way += 1
-        over: torch.futures.Future[Any]
-        take: Callable[[], Tensor]
-        if now.saved is None:
-            now.cut.append(ours)
-            mean = start(ours, flat)
-            over, take = mean.get_future(), mean.wait  # the transport's own sums are for optimizers
-        else:
-            over, take = now.saved.hold(ours, flat)
+        mean = self._start(ours, flat) if now.saved is None else now.saved.hold(ours, flat)
         if last and in_backward:  # twice, because DDP queues its own end after the last bucket
             self._at_the_end(lambda: self._at_the_end(lambda: _raise_first(errors) if errors else None))
         if last:
-            self._end(exchange, start)
+            self._end(exchange)
 
         # into the bucket's own buffer, because DDP takes no tensor that begins amid its storage
         def put_mean(_: torch.futures.Future[Any]) -> Tensor:
             try:
-                found = take()
+                found = mean.wait()
             except Exception as error:
                 if not in_backward:
                     raise
                 errors.append(error)
                 return flat
             finally:
-                now.arrived()
+                now.under_way -= 1
+                if not now.under_way:
+                    now.waits.close()
             if found is not flat:
                 flat.copy_(found)
             for position, base in held:
@@ -406,22 +392,27 @@ class SparseHookState:
                 self._watch.note(parameters, ours.views(flat), exchange.taken)
             return flat
 
-        return over.then(put_mean)
+        return mean.get_future().then(put_mean)
 
-    def _end(self, exchange: Exchange, start: Callable[[Bucket, Tensor], Mean]) -> None:
+    def _start(self, bucket: Bucket, flat: Tensor) -> Mean:
+        """Starts the mean of one bucket; the transport's own sums are for optimizers."""
+        now = self._now
+        now.cut.append(bucket)
+        return self._ready().start(bucket, flat, scale=now.scale, of=now.numel)
+
+    def _end(self, exchange: Exchange) -> None:
         """Ends what this rank does for a backward, at its last bucket: from now on it waits.
 
         Raises ValueError where residuals are left without a bucket, except those of frozen parameters.
         """
         now, known = self._now, self._buckets.parameters
         if now.saved is not None:
-            now.cut = now.saved.release(self._buckets.names, start)
+            now.saved.release(self._buckets.names, self._start)
         left = exchange.unclaimed["residuals"]
         if lost := sorted(name for name in left if name not in known or known[name].requires_grad):
             raise ValueError(NOT_BROUGHT.format(names=lost))
         exchange.tally.waiting_since = exchange.comm.clock()
-        now.waits = tracing.labelled("wait")
-        now.waits.__enter__()
+        now.waits.enter_context(tracing.labelled("wait"))
 
     def _begin(self) -> Exchange:
         """Begins a backward at its first bucket, and a step unless gradients accumulate."""
@@ -432,7 +423,7 @@ class SparseHookState:
                 f"a SparseHookState found {before} as the default, and there is one of {group.size() if group else 0} "
                 "ranks now: its means would be over the wrong ranks; make it anew after init_process_group()"
             )
-        now.errors, now.under_way = [], 0
+        now.errors, now.under_way, now.cut = [], 0, []
         self._watch.awaited.clear()
         if not (self._accumulated.bases and self._accumulated.goes_on()):
             self._watch.given.clear()
@@ -440,8 +431,6 @@ class SparseHookState:
             exchange.count_step(self._parameters or self._buckets.parameters)
         if now.saved is not None and not now.saved.begin():
             now.saved = None
-        if now.saved is None:
-            now.cut = []
         now.scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
         if self._settings.clip_norm is not None:
             now.numel = sum(p.numel() for p in self._parameters.values() if p.requires_grad)

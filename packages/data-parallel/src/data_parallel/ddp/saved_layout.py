@@ -1,6 +1,7 @@
 """DDP's first backwards after a checkpoint: the buckets are those that it was saved with, not yet DDP's own."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,24 @@ from data_parallel.exchange import Mean, wait_for_all
 BACKWARDS = 2
 """Number of backwards after which DDP has cut a module's buckets anew: one, with static_graph two."""
 
-Gate = torch.futures.Future[CollectiveError | None]
+
+@dataclass
+class Held:
+    """A bucket of DDP that waits for the others; its mean is in `flat` once `gate` is open."""
+
+    bucket: Bucket
+    flat: Tensor
+    gate: torch.futures.Future[CollectiveError | None]
+
+    def get_future(self) -> torch.futures.Future[CollectiveError | None]:
+        """A future that is over when the mean is there."""
+        return self.gate
+
+    def wait(self) -> Tensor:
+        """The mean. Raises the CollectiveError of any bucket."""
+        if (error := self.gate.wait()) is not None:
+            raise error
+        return self.flat
 
 
 class SavedBucketLayout:
@@ -23,17 +41,15 @@ class SavedBucketLayout:
     other bits than one that never stopped. These few backwards overlap with nothing, and copy the gradients.
 
     layout: the names in each bucket, in the order in which DDP brought them last. Parameters other than those: the
-    buckets stay as DDP has them. Raises ValueError for what is no layout.
+    buckets stay as DDP has them. Raises ValueError for an empty bucket.
     """
 
-    def __init__(self, layout: Any) -> None:
-        if not isinstance(layout, list) or not all(
-            isinstance(names, list) and names and all(isinstance(name, str) for name in names) for names in layout
-        ):
-            raise ValueError(f"the state's buckets are {layout!r}, expected lists of parameters' names: it was damaged")
-        self.layout: list[list[str]] = [list(names) for names in layout]
+    def __init__(self, layout: Sequence[Sequence[str]]) -> None:
+        if not all(layout):
+            raise ValueError(f"of the state's buckets {layout!r} one is empty: it was damaged")
+        self.layout = [list(names) for names in layout]
         self._backwards = 0
-        self._held: list[tuple[Bucket, Tensor, Gate]] = []
+        self._held: list[Held] = []
 
     def begin(self) -> bool:
         """Begins a backward; returns whether it is still one of the first."""
@@ -41,28 +57,21 @@ class SavedBucketLayout:
         self._backwards += 1
         return bool(self.layout) and self._backwards <= BACKWARDS
 
-    def hold(self, bucket: Bucket, flat: Tensor) -> tuple[Gate, Callable[[], Tensor]]:
-        """Holds a bucket until `release` puts the mean into `flat`; returns that future, and a getter of `flat`."""
+    def hold(self, bucket: Bucket, flat: Tensor) -> Held:
+        """Holds a bucket until `release` puts the mean into `flat`."""
         devices: list[int | str | torch.device] = [bucket.device] if bucket.device.type == "cuda" else []
-        gate: Gate = torch.futures.Future(devices=devices)
-        self._held.append((bucket, flat, gate))
+        self._held.append(Held(bucket, flat, torch.futures.Future(devices=devices)))
+        return self._held[-1]
 
-        def mean() -> Tensor:
-            if (error := gate.wait()) is not None:
-                raise error
-            return flat
-
-        return gate, mean
-
-    def release(self, names: Sequence[str], start: Callable[[Bucket, Tensor], Mean]) -> list[Bucket]:
-        """Exchanges all buckets once the last has come, waits for them, and returns how they were cut.
+    def release(self, names: Sequence[str], start: Callable[[Bucket, Tensor], Mean]) -> None:
+        """Exchanges all buckets once the last has come, and waits for them.
 
         names: names of the members. All ranks hold the same buckets, so they start in the same order.
         """
-        brought = [bucket for bucket, _, _ in self._held]
+        brought = [held.bucket for held in self._held]
         there: Any = {}  # tensors by member
-        for bucket, flat, _ in self._held:
-            there.update(zip(bucket.members, bucket.views(flat), strict=True))
+        for held in self._held:
+            there.update(zip(held.bucket.members, held.bucket.views(held.flat), strict=True))
         buckets = self._cut(names, brought) or brought
         started, error = [start(bucket, bucket.gather(there)) for bucket in buckets], None
         try:
@@ -72,9 +81,8 @@ class SavedBucketLayout:
             error = failure
         if buckets == brought:
             self._backwards = BACKWARDS  # DDP's are those already, or will never be
-        for _, _, gate in self._held:
-            gate.set_result(error)
-        return buckets
+        for held in self._held:
+            held.gate.set_result(error)
 
     def _cut(self, names: Sequence[str], brought: Sequence[Bucket]) -> list[Bucket]:
         """The same tensors in the layout's buckets; none where it is of others."""

@@ -177,10 +177,10 @@ class HsdpState:
         numel = self._inside.size * sum(one.numel for one in self._shards)
         try:
             if shard in self._pending:  # used twice: FSDP adds this gradient to the first one's mean
-                self._finish([self._pending.pop(shard)])
+                self._finish(shard)
             self._pending[shard] = self._exchange.start(bucket, flat, of=numel), flat
             if not waits:
-                self._finish([self._pending.pop(shard)])
+                self._finish(shard)
         except CollectiveError as error:
             self._error = self._error or error
 
@@ -202,9 +202,8 @@ class HsdpState:
         """Waits, after backward has ended on every rank, for exchanges under way; all ranks learn the outcome."""
         self._backward = None
         self._exchange.tally.waiting_since = self._comm.clock()
-        pending, self._pending = list(self._pending.values()), {}
         try:
-            self._finish(pending)
+            self._finish(*self._pending)
         except CollectiveError as error:
             self._error = self._error or error
         failure, finite = agreed(self._error, self._exchange.finite(), self._inside)
@@ -228,9 +227,8 @@ class HsdpState:
         if self._backward is None or self._backward() is not None:
             return
         self._backward = None
-        pending, self._pending = list(self._pending.values()), {}
         with suppress(CollectiveError):  # of ranks that did not get so far: the next exchange says so again
-            self._finish(pending)
+            self._finish(*self._pending)
         self._take_back()
 
     def _refuse_in_backward(self, what: str) -> None:
@@ -238,8 +236,8 @@ class HsdpState:
         if self._backward is not None:
             raise RuntimeError(f"{what} in backward: call it after step()")
 
-    @staticmethod
-    def _finish(pending: Sequence[tuple[Mean, Tensor]]) -> None:
+    def _finish(self, *shards: Shard) -> None:
+        pending = [self._pending.pop(shard) for shard in shards]
         means = wait_for_all(mean for mean, _ in pending)
         for mean, (_, flat) in zip(means, pending, strict=True):
             if mean is not flat:

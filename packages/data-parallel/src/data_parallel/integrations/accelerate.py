@@ -1,9 +1,8 @@
 """Accelerate: a call after accelerator.prepare, with save_state and load_state that hold every rank's state."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate import Accelerator
@@ -37,7 +36,9 @@ def sparse_gradients(accelerator: Accelerator, model: Any, **settings: Any) -> S
         logger.info("one process: nothing is exchanged")
         return None
     state = hooked(model, accelerator._optimizers, settings, grad_scaler=accelerator.scaler, how=HOW)
-    accelerator.register_for_checkpointing(_OfAllRanks(state))
+    # every rank is asked for it, and rank 0's answer is written
+    of_all = SimpleNamespace(state_dict=state.gathered_state_dict, load_state_dict=state.load_state_dict)
+    accelerator.register_for_checkpointing(of_all)
     return state
 
 
@@ -78,10 +79,3 @@ def _prepared(
     prepared = accelerator.prepare_optimizer(exchanging, device_placement=False)
     prepared.state_dict = exchanging.gathered_state_dict  # every rank is asked, and rank 0's answer is written
     return prepared
-
-
-class _OfAllRanks:
-    """A state as Accelerate saves it: every rank is asked, and rank 0's answer is written."""
-
-    def __init__(self, state: SparseHookState) -> None:
-        self.state_dict, self.load_state_dict = state.gathered_state_dict, state.load_state_dict

@@ -1,7 +1,5 @@
 """The exchange on a module that a framework has wrapped in DistributedDataParallel; one way of two."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -47,17 +45,16 @@ def hooked(
     return state
 
 
-def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> list[ExchangingOptimizer]:
-    """Stops DDP from exchanging gradients, because these optimizers do; returns those that do.
+def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> None:
+    """Stops DDP from exchanging gradients, because these optimizers do.
 
     A single `UpdateOptimizer` follows the module's forward, as after `for_model`.
 
     Raises TypeError for a module without DDP, and unless all do.
     """
-    ddp, inner = _ddp_of(model, how), [inner_of(optimizer) for optimizer in optimizers]
-    found = [optimizer for optimizer in inner if isinstance(optimizer, ExchangingOptimizer)]
-    if not found or len(found) < len(inner):
-        kinds = [type(optimizer).__name__ for optimizer in inner]
+    ddp, found = _ddp_of(model, how), [inner_of(optimizer) for optimizer in optimizers]
+    if not found or not all(isinstance(optimizer, ExchangingOptimizer) for optimizer in found):
+        kinds = [type(optimizer).__name__ for optimizer in found]
         raise TypeError(
             f"the optimizers are {kinds}, expected DistributedOptimizer or UpdateOptimizer for each: DDP leaves the "
             "exchange to them"
@@ -74,7 +71,6 @@ def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> li
         _EXCHANGED_BY[ddp] = ()
     if len(found) == 1 and isinstance(found[0], UpdateOptimizer):
         found[0].follow(ddp.module)
-    return found
 
 
 def leave(optimizers: Iterable[Any]) -> None:

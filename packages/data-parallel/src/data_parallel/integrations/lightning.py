@@ -1,7 +1,5 @@
 """Lightning: callbacks for Trainer(strategy="ddp"), on CPUs too, with checkpoints that hold every rank's state."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -36,12 +34,10 @@ class SparseGradients(Callback):  # type: ignore[misc] # Lightning's types are n
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets what an evaluation has read from a checkpoint; that of this training is read next."""
-        del trainer, pl_module, stage
         self._loaded = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """DDP has been made; what a checkpoint held has been read."""
-        del pl_module
         if trainer.world_size == 1 and not self._loaded:
             logger.info(ALONE)
             return
@@ -73,7 +69,6 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """DDP and optimizers have been made."""
-        del pl_module
         if trainer.world_size == 1:
             logger.info(ALONE)
             return
@@ -94,7 +89,6 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Puts the states of all ranks where Lightning has put this rank's."""
-        del pl_module
         for position, optimizer in enumerate(trainer.optimizers):
             if isinstance(optimizer, ExchangingOptimizer):
                 checkpoint["optimizer_states"][position] = optimizer.gathered_state_dict()

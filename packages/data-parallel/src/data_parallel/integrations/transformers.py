@@ -1,7 +1,5 @@
 """transformers' Trainer: callbacks that are given the trainer, with checkpoints that hold every rank's state."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path
@@ -35,7 +33,6 @@ class _Exchanging(TrainerCallback):  # type: ignore[misc] # transformers' types 
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The model is in DDP; what Trainer saves has been loaded."""
-        del control
         if args.world_size == 1:
             logger.info("one process: nothing is exchanged")
             return
@@ -45,7 +42,6 @@ class _Exchanging(TrainerCallback):  # type: ignore[misc] # transformers' types 
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Trainer has written the rest of the checkpoint."""
-        del control
         if args.world_size > 1 and not args.save_only_model:
             self._save(_folder(args, state), first=args.process_index == 0)
 
@@ -114,7 +110,6 @@ class DistributedOptimizers(_Exchanging):
     """
 
     def _begin(self, args: TrainingArguments, state: TrainerState) -> None:
-        del args, state
         left_to_optimizers(self._trainer.model_wrapped, [self._trainer.optimizer], how=HOW)
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:

@@ -25,8 +25,8 @@ def choose_scheme(
     selects: whether "auto" must take an algorithm that selects, as with momentum. parameters: those that it is for.
 
     Returns the scheme, and the choice of "auto" if asked.
-    Raises ValueError for options that do not fit the number of ranks, unless that may change, and for "auto" without
-    parameters to choose for, or where ranks may come and go.
+    Raises ValueError for options that do not fit the number of ranks, unless that may change, and for "auto" where
+    ranks may come and go.
     """
     entry, wire, choice = settings.entry, settings.wire, None
     if isinstance(entry, DenseCompressor):
@@ -50,10 +50,7 @@ def choose_scheme(
 
 def _chosen(parameters: Sequence[Tensor], comm: Communicator, settings: Settings, *, dense: bool) -> Choice:
     """The choice for a model's gradients, logged on rank 0. dense: whether that may be chosen."""
-    sizes = [(p.numel(), p.device) for p in parameters if p.numel()]
-    if not sizes:
-        raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
-    numel, device, compressor = sum(count for count, _ in sizes), sizes[0][1], settings.compressor
+    numel, device, compressor = sum(p.numel() for p in parameters), parameters[0].device, settings.compressor
     if hasattr(settings.density, "density"):  # a warm-up is short, and its first step dense
         compressor = TopK(settings.last_density)
     choice = choose(comm, numel=numel, k=compressor.entries(numel), device=device, dense=dense, wire=settings.wire)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from communicators import Bucket, Communicator, Schedule, schedules
-from sparse_collectives import DENSE_WIRES, Algorithm, DenseReduction, check_options
+from sparse_collectives import DENSE_WIRES, DenseReduction, check_options
 from torch import Tensor
 
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, in_units
@@ -20,10 +20,6 @@ class DenseScheme(Scheme):
     wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; rounding errors are lost.
     """
 
-    def __init__(self, comm: Communicator, algorithm: Algorithm, *, wire: str = "fp32") -> None:
-        super().__init__(algorithm.name, algorithm.settings, wire=wire)
-        self.comm = comm
-
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens a bucket's lane. TypeError for float64, which would lose most of its bits in half precision."""
         if DENSE_WIRES[self.wire] is not None and bucket.dtype == torch.float64:
@@ -33,7 +29,7 @@ class DenseScheme(Scheme):
 
 class _DenseLane(Lane):
     def __init__(self, scheme: DenseScheme, bucket: Bucket, saved: Saved) -> None:
-        super().__init__(bucket, saved, tentative=False)
+        super().__init__(bucket, saved)
         self._comm, self._dtype = scheme.comm, torch.promote_types(bucket.dtype, torch.float32)
         self._wire = DENSE_WIRES[scheme.wire]
         self._facts = f"dense(numel={bucket.numel}, {self._dtype}, wire={scheme.wire})"
@@ -102,7 +98,6 @@ class DenseCompressor:
         Args:
             numel: Elements of the bucket.
         """
-        del numel
         return None
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -152,55 +147,42 @@ class CompressedScheme(Scheme):
     keeps = ERROR_STATE[:1]
 
     def __init__(self, comm: Communicator, compressor: DenseCompressor) -> None:
-        super().__init__(compressor.name, compressor.settings)
-        self.comm, self.compressor = comm, compressor
+        super().__init__(comm, compressor)
+        self.compressor = compressor
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens a bucket's lane."""
         self.compressor.check_dtype(bucket.dtype)
         return CompressedLane(self, bucket, saved)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for velocities that are not zero, which would be lost here."""
-        if any(bool(velocity.any()) for velocity in state["velocities"].values()):
-            raise ValueError(
-                "the state holds momenta of before a selection, but nothing is selected here: load it where it was "
-                "saved, or drop them with reshard_residuals(states, size, drop=True)"
-            )
-
 
 class CompressedLane(Lane):
-    """A bucket's residual, flat, in float32 (float64 for such gradients); the old one is kept until the step ends.
+    """A bucket's residual, flat, in float32 (float64 for such gradients).
 
-    Memory: 4 bytes a parameter, and as much again between an exchange and the step's end.
+    Memory: 4 bytes a parameter, and as much again between an exchange and the end of a step that may be undone.
     """
 
     def __init__(self, scheme: CompressedScheme, bucket: Bucket, saved: Saved) -> None:
-        super().__init__(bucket, saved, tentative=True)
+        super().__init__(bucket, saved)
         if self.state is None:
             self.state = scheme.compressor.initial_state(bucket.numel)
         self._comm, self._compressor = scheme.comm, scheme.compressor
-        self._residual = self._residual_before = saved.error_state.get("residuals")
+        self.kept |= saved.error_state
         what = [f"numel={bucket.numel}", f"{torch.promote_types(bucket.dtype, torch.float32)}"]
         self._facts = f"{scheme.name}({', '.join([*what, *scheme.settings])})"
-
-    @property
-    def residual(self) -> Tensor | None:
-        """Residual, even of a step that may still be undone."""
-        return self._residual
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Residual + gradient, in memory of its own; zeros where nothing takes part."""
         gradient = in_units(flat, scale)
-        total = gradient.clone() if self._residual is None else self._residual + gradient
+        total = gradient.clone() if self.residual is None else self.residual + gradient
         for span in unused:
             total[span] = 0
         return Sending(self._facts, self.schedule(total), flat, scale, unused, partial(first_nonfinite, total))
 
     def schedule(self, accumulated: Tensor) -> Schedule[Any]:
         """Rounds of the compressor, which return something with `total` and `dropped`; TypeError for anything else."""
-        state, name, version = self.state_for_a_call(), self._compressor.name, accumulated._version
-        kept = {} if state is None else {"state": state}
+        name, version = self._compressor.name, accumulated._version
+        kept = {} if self.state is None else {"state": self.state}
         rounds = self._compressor.schedule(accumulated, self._comm.rank, self._comm.size, **kept)
         if not isinstance(rounds, Generator):
             raise TypeError(f"the schedule of {name} is no generator: it takes a total over ranks by `yield from`")
@@ -225,19 +207,9 @@ class CompressedLane(Lane):
     def receive(self, sending: Sending, result: Any) -> tuple[Tensor, Tensor]:
         """The mean: scaled, and in the gradient's own dtype, which may overflow."""
         residual = result.dropped
-        if self._residual is not None:
+        if self.residual is not None:
             for span in sending.unused:
-                residual[span] += self._residual[span]
-        self._residual = residual
+                residual[span] += self.residual[span]
+        self.kept["residuals"] = residual
         mean = (result.total / self._comm.size * sending.scale).to(sending.flat.dtype)
         return mean, mean
-
-    def commit(self) -> None:
-        """Keeps this step's residual and state."""
-        super().commit()
-        self._residual_before = self._residual
-
-    def rollback(self) -> None:
-        """Restores both from before the step."""
-        super().rollback()
-        self._residual = self._residual_before

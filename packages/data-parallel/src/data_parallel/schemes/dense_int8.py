@@ -32,7 +32,6 @@ class DenseInt8(DenseCompressor):
         self, accumulated: Tensor, rank: int, size: int, state: State | None = None
     ) -> Schedule[DenseReduction[Tensor]]:
         """The quantised sum, and what was rounded off here."""
-        del state
         rounded = yield from schedules.quantised_allreduce(accumulated, rank, size)
         return DenseReduction(rounded.total, rounded.dropped)
 

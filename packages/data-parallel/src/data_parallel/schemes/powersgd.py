@@ -69,9 +69,8 @@ class _PowerSGDScheme(CompressedScheme):
 
     def __init__(self, comm: Communicator, settings: PowerSGD) -> None:
         super().__init__(comm, settings)
-        self.rank, self.dense_steps = settings.rank, settings.dense_steps
+        self.rank, self.dense_steps, self.stood = settings.rank, settings.dense_steps, 0
         self.directions: dict[int, Tensor] = {}
-        self.stood = 0
 
     @property
     def dense_steps_left(self) -> int:
@@ -98,7 +97,6 @@ class _PowerSGDScheme(CompressedScheme):
         loaded = {member: torch.tensor(q, dtype=dtypes[dtype]) for member, dtype, q in saved}
         if wrong := sorted({q.shape[1] for q in loaded.values()} - {self.rank}):
             raise ValueError(f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self.rank}")
-        super().load_state_dict(state)
         self.directions, self.stood = loaded, state.get("stood", 0)
 
 
@@ -110,11 +108,7 @@ class _PowerSGDLane(CompressedLane):
         self._scheme, self._step, self._new = scheme, 0, dict[int, Tensor]()
         self._columns: int | None = None
         self._starts: dict[int, Tensor] = {}
-        dtype = torch.promote_types(bucket.dtype, torch.float32)
-        self._said = {
-            r: f"powersgd(rank={r}, numel={bucket.numel}, {dtype}, elements={powersgd_elements(bucket.shapes, r)})"
-            for r in (None, scheme.rank)
-        }
+        self._dtype = dtype = torch.promote_types(bucket.dtype, torch.float32)
         for i in matrices_of(bucket.shapes, scheme.rank):
             member, (_, length) = bucket.members[i], rows_and_columns(bucket.shapes[i])
             generator = torch.Generator().manual_seed(member)
@@ -128,7 +122,8 @@ class _PowerSGDLane(CompressedLane):
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Sends the accumulated gradient along the last step's directions; dense in the first steps."""
         self._step, self._columns = self._scheme.stood, None if self._scheme.dense_steps_left else self._scheme.rank
-        self._facts = self._said[self._columns]
+        elements = powersgd_elements(self.bucket.shapes, self._columns)
+        self._facts = f"powersgd(rank={self._columns}, numel={flat.numel()}, {self._dtype}, elements={elements})"
         return super().send(flat, scale, unused)
 
     def schedule(self, accumulated: Tensor) -> Schedule[LowRank]:

@@ -9,14 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, schedules
-from sparse_collectives import Algorithm
+from communicators import Bucket, schedules
 from torch import Tensor
 
 from data_parallel.lanes import Lane, Saved, Sending, in_units, spans_of
 from data_parallel.nonfinite import first_nonfinite
 from data_parallel.schemes.sparse import SparseLane, SparseScheme
-from data_parallel.settings import Settings
 
 
 class DenseSmallTensors(SparseScheme):
@@ -26,14 +24,9 @@ class DenseSmallTensors(SparseScheme):
     plain, u ← m·u + g, send u; nothing is cleared, because nothing waits. Only the selection uses the wire.
     """
 
-    def __init__(self, comm: Communicator, algorithm: Algorithm, settings: Settings, *, wire: str) -> None:
-        super().__init__(comm, algorithm, settings, wire=wire)
-        self._below = settings.dense_below
-        self.settings = [*self.settings, f"dense_below={self._below}"]
-
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
         """Opens a bucket's lane, with a place for its small members, where it has any."""
-        spans = [span for span in spans_of(bucket) if span.stop - span.start < self._below]
+        spans = [span for span in spans_of(bucket) if span.stop - span.start < self.dense_below]
         if not spans:
             return super().open(bucket, saved)
         small = torch.cat([torch.arange(span.start, span.stop, device=bucket.device) for span in spans])
@@ -44,16 +37,16 @@ class _SmallLane(SparseLane):
     """A selection's lane, in which the elements `small` are summed dense, and have a velocity beside it."""
 
     def __init__(self, scheme: SparseScheme, bucket: Bucket, saved: Saved, small: Tensor) -> None:
-        self._small, self._velocity, velocities = small, None, saved.error_state.get("velocities")
+        velocities, own = saved.error_state.get("velocities"), dict[str, Tensor]()
         if velocities is not None:
-            self._velocity = velocities[small]
+            own["velocities"] = velocities[small]
             velocities[small] = 0
-        self._velocity_before = self._velocity
         super().__init__(scheme, bucket, saved)
+        self._small, self.kept = small, own
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Takes small members out of the gradient, and selects from the others."""
-        dense, self._velocity_sent = self._with_momentum(in_units(flat[self._small], scale), unused)
+        dense, self._kept_next = self._with_momentum(in_units(flat[self._small], scale), unused)
         flat[self._small] = 0
         selected = super().send(flat, scale, unused)
 
@@ -73,36 +66,26 @@ class _SmallLane(SparseLane):
     def receive(self, sending: Sending, result: Any) -> tuple[Tensor, Tensor]:
         """The mean of both."""
         mean, seen = super().receive(sending, result[0])
-        self._velocity = self._velocity_sent
+        self.kept |= self._kept_next
         dense = (result[1] / self._scheme.comm.size * sending.scale).to(mean.dtype)
         mean[self._small] += dense  # what waited of them before they were sent dense may have been selected
         return mean, torch.cat([seen, dense])
 
-    def commit(self) -> None:
-        """Keeps this step's error state."""
-        super().commit()
-        self._velocity_before = self._velocity
-
-    def rollback(self) -> None:
-        """Restores the error state from before the step."""
-        super().rollback()
-        self._velocity = self._velocity_before
-
     def error_state(self) -> dict[str, Tensor]:
         """Residuals and velocities, small members included."""
-        kept = super().error_state()
-        if self._velocity is not None:
-            kept["velocities"] = kept["velocities"].index_copy(0, self._small, self._velocity)
-        return kept
+        found = super().error_state()
+        if "velocities" in self.kept:
+            found["velocities"] = found["velocities"].index_copy(0, self._small, self.kept["velocities"])
+        return found
 
-    def _with_momentum(self, gradient: Tensor, unused: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
+    def _with_momentum(self, gradient: Tensor, unused: Sequence[slice]) -> tuple[Tensor, dict[str, Tensor]]:
         """The velocity to be sent, of what is unused nothing, and the one to be kept, where that waits."""
         momentum = self._scheme.momentum
         if not momentum:
-            return gradient, None
-        before = torch.zeros_like(gradient) if self._velocity is None else self._velocity
+            return gradient, {}
+        before = self.kept.get("velocities", torch.zeros_like(gradient))
         idle = torch.zeros_like(gradient, dtype=torch.bool)
         for span in unused:
             idle |= (self._small >= span.start) & (self._small < span.stop)
         velocity = torch.where(idle, before, momentum * before + gradient)
-        return velocity.masked_fill(idle, 0), velocity
+        return velocity.masked_fill(idle, 0), {"velocities": velocity}

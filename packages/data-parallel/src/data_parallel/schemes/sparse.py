@@ -25,9 +25,9 @@ class SparseScheme(Scheme):
     """
 
     def __init__(self, comm: Communicator, algorithm: Algorithm, settings: Settings, *, wire: str) -> None:
-        super().__init__(algorithm.name, algorithm.settings, selects=True, wire=wire)
-        self.comm, self.algorithm, self.compressor = comm, algorithm, settings.compressor
-        self.momentum, self.tentative = settings.momentum, settings.nonfinite == "skip" or comm.elastic
+        super().__init__(comm, algorithm, selects=True, wire=wire)
+        self.algorithm, self.compressor = algorithm, settings.compressor
+        self.momentum, self.dense_below, self.tentative = settings.momentum, settings.dense_below, settings.undoes(comm)
         self.keeps = ERROR_STATE if self.momentum else ERROR_STATE[:1]
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
@@ -56,7 +56,7 @@ class SparseLane(Lane):
     """A bucket of which selected entries are sent."""
 
     def __init__(self, scheme: SparseScheme, bucket: Bucket, saved: Saved) -> None:
-        super().__init__(bucket, saved, tentative=scheme.tentative)
+        super().__init__(bucket, saved)
         resolve(scheme.algorithm, wire=scheme.wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         if self.state is None:
             self.state = scheme.algorithm.initial_state()
@@ -78,8 +78,8 @@ class SparseLane(Lane):
         comm, compressor = self._scheme.comm, self._scheme.compressor
         algorithm = self._scheme.algorithm.fitted(comm.size) if comm.elastic else self._scheme.algorithm
         gradient = flat if scale == 1.0 else in_units(flat, scale)
-        state, k = None if self.state is None else self.state_for_a_call(), compressor.entries(flat.numel())
-        select = algorithm.select(gradient, comm.rank, comm.size, k, state) if algorithm.prescribes else None
+        k = compressor.entries(flat.numel())
+        select = algorithm.select(gradient, comm.rank, comm.size, k, self.state) if algorithm.prescribes else None
         sent, culprit = self._feedback.compress(self.key, gradient, select=select, withhold=unused), -1
         if self._feedback.is_suspect(self.key):
             sent, culprit = self._spoiled(sent, self._feedback.residual(self.key))
@@ -90,7 +90,7 @@ class SparseLane(Lane):
         if dense and self._scheme.wire.startswith("int8"):
             schedule = _summed_in_int8(sent, comm.rank, comm.size)
         else:
-            schedule = ALGORITHMS["dense"].call(sent, comm, k) if dense else algorithm.call(sent, comm, k, state)
+            schedule = ALGORITHMS["dense"].call(sent, comm, k) if dense else algorithm.call(sent, comm, k, self.state)
         return Sending(self._facts, schedule, flat, scale, unused, lambda: culprit)
 
     def values(self, result: Reduction) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class SparseLane(Lane):
     def commit(self) -> None:
         """Keeps this step's error state and algorithm state."""
         self._feedback.commit()
-        self._state_before = None
+        self._before = None
 
     def rollback(self) -> None:
         """Restores both from before the step."""
