@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from thinwire_trainer.command_line.options import Options
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LambdaLR
-
-    from thinwire_trainer.command_line.options import Options
 
 
 def cosine(progress: float) -> float:
