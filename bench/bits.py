@@ -149,14 +149,18 @@ def _backward(
     loss.backward()  # type: ignore[no-untyped-call]
 
 
+def _train(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
+    for step in range(STEPS):
+        _backward(model, optimizer, comm, step)
+        optimizer.step()
+
+
 def _optimizer(
     kind: Callable[..., Any], comm: Communicator, *, inner: str = "sgd", density: float | None = 0.05, **ways: Any
 ) -> Any:
     model = _model()
     optimizer = kind(_inner(inner, model), model.named_parameters(), comm=comm, density=density, **ways)
-    for step in range(STEPS):
-        _backward(model, optimizer, comm, step)
-        optimizer.step()
+    _train(model, optimizer, comm)
     return _parts(model, optimizer.state_dict())
 
 
@@ -288,10 +292,7 @@ def _hook(comm: Communicator, **ways: Any) -> Any:
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-4)
     state = SparseHookState(named_parameters=list(model.named_parameters()), **ways)
     ddp.register_comm_hook(state, sparse_hook)
-    optimizer = _inner("sgd", model)
-    for step in range(STEPS):
-        _backward(ddp, optimizer, comm, step)
-        optimizer.step()
+    _train(ddp, _inner("sgd", model), comm)
     return _parts(model, state.state_dict())
 
 
@@ -302,10 +303,7 @@ def _hsdp(comm: Communicator, **ways: Any) -> Any:
     mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside")), _model()
     fully_shard(model, mesh=mesh["inside"])
     state = sparse_hsdp(model, mesh["between"], **ways)
-    optimizer = _inner("sgd", model)
-    for step in range(STEPS):
-        _backward(model, optimizer, comm, step)
-        optimizer.step()
+    _train(model, _inner("sgd", model), comm)
     shards = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     _, kept, saved = _parts(model, state.state_dict())
     return shards, kept, saved

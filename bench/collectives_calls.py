@@ -11,6 +11,8 @@ from sparse_collectives import Algorithm
 from sparse_collectives.allreduce import prepare
 from sparse_compress import ErrorFeedback, TopK
 
+from bench.turns import seconds_of
+
 Times = dict[str, float]
 """Seconds of the parts, and counts of bytes and rounds."""
 
@@ -74,13 +76,7 @@ def _watched(schedule: Schedule[Any], inside: list[float]) -> Schedule[Any]:
 
 def whole(call: Callable[[], object]) -> Callable[[], Times]:
     """The call, timed."""
-
-    def timed() -> Times:
-        begin = time.perf_counter()
-        call()
-        return {"whole": time.perf_counter() - begin}
-
-    return timed
+    return lambda: {"whole": seconds_of(call)}
 
 
 def counted(comm: Communicator, call: Callable[[], object]) -> Callable[[], Times]:
@@ -88,13 +84,9 @@ def counted(comm: Communicator, call: Callable[[], object]) -> Callable[[], Time
 
     def timed() -> Times:
         sent, messages = comm.bytes_sent, comm.messages_sent
-        taken = whole(call)()
-        return {
-            **taken,
-            "exchange": taken["whole"],
-            "sent": comm.bytes_sent - sent,
-            "rounds": comm.messages_sent - messages,
-        }
+        taken = seconds_of(call)
+        counts = {"sent": comm.bytes_sent - sent, "rounds": comm.messages_sent - messages}
+        return {"whole": taken, "exchange": taken, **counts}
 
     return timed
 

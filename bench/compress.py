@@ -10,7 +10,6 @@ DIR gets compress.csv, .png and .json; `hatch run results` makes the package's p
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from bench import compress_levels
 from bench.record import asked, parser_of, record, told, with_quantiles
-from bench.turns import in_turns, seconds_of
+from bench.turns import milliseconds
 
 Call = Callable[[], object]
 
@@ -77,7 +76,7 @@ def report_threads() -> Iterator[Row]:
         "merge": partial(merge, a, b, k),
     }
     for what, call in calls.items():
-        one, more = interleaved(5, with_threads(1, call), with_threads(threads, call))
+        one, more = milliseconds([with_threads(1, call), with_threads(threads, call)], 5)
         one_ms, more_ms = statistics.median(one), statistics.median(more)
         row: Row = {"what": what, "n": n, "k": k, "threads": threads, "one_ms": one_ms, "more_ms": more_ms}
         yield row | {"one_ms_samples": one, "more_ms_samples": more}
@@ -96,17 +95,11 @@ def with_threads(threads: int, call: Call) -> Call:
 
 def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call) -> Row:
     """Time the calls and one read of x in turns."""
-    taken = interleaved(rounds, ours, plain, x.sum)
+    taken = milliseconds([ours, plain, x.sum], rounds)
     ours_ms, torch_ms, read_ms = map(statistics.median, taken)
     row: Row = {"what": what, "n": len(x), "k": k, "ours_ms": ours_ms, "torch_ms": torch_ms}
     row |= {"speedup": torch_ms / ours_ms, "sweeps": ours_ms / read_ms}
     return row | {"ours_ms_samples": taken[0], "torch_ms_samples": taken[1]}
-
-
-def interleaved(rounds: int, *calls: Call) -> list[list[float]]:
-    """CPU milliseconds of each call in every round, the calls taking turns; a first round warms up."""
-    timed = {number: partial(seconds_of, call, clock=time.process_time) for number, call in enumerate(calls)}
-    return [[1e3 * seconds for seconds in taken] for taken in in_turns(timed, rounds).values()]
 
 
 def torch_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from sparse_compress.native.library import LEVELS, kernels, using
 from torch import Tensor
 
 from bench.record import Row, told
-from bench.turns import in_turns, seconds_of
+from bench.turns import milliseconds
 
 DENSITY = 0.01
 
@@ -64,6 +64,5 @@ def _least(
     with using(level) as available:
         if not available or (level != "plain" and kernels() is None):
             return None
-        timed = {number: partial(seconds_of, one, clock=time.thread_time) for number, one in enumerate((base, call))}
-        unit, own = ([1e3 * seconds for seconds in taken] for taken in in_turns(timed, rounds).values())
+        unit, own = milliseconds((base, call), rounds, clock=time.thread_time)
     return min(unit), min(own), own

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from communicators import Communicator, Link, SimulatedWorld, as_communicator, barrier
+from communicators import Communicator, Link, SimulatedWorld, barrier
 from partial_collectives import EagerSGD, injected_delays
+from slow_link import open_link
+from slow_link.throttled import behind_link
 from sparse_collectives.prediction import slowest
 
 from bench.eager_tasks import Digits
-from bench.real_ranks import behind, found_by, named, tell
+from bench.real_ranks import found_by, tell
 from bench.record import told, with_quantiles
 
 RANKS, MBIT, MS = 8, 100.0, 1.0
@@ -28,17 +30,17 @@ WAYS: dict[str, Any] = {"synchronous": RANKS, "majority": "majority", "solo": "s
 
 def on_ranks(steps: int) -> list[dict[str, Any]]:
     """A row for each way; steps: of each."""
-    with behind(RANKS, MBIT, MS) as link:
+    with open_link(ranks=RANKS, mbit_per_second=MBIT, milliseconds=MS) as link:
         rows = found_by(link, _on_rank, steps, mpi=False)
     expected = _simulated(steps)
     for row in rows:
         row |= {"expected_speedup": expected["synchronous"] / expected[row["how"]], "ideal": _ideal(steps)}
-        row["link"] = named(link, MBIT, MS)
+        row["link"] = f"{MBIT:g} Mbit/s and {MS:g} ms"
     return [{**with_quantiles(row), **row} for row in told(rows, SHOWN)]
 
 
 def _on_rank(steps: int) -> None:
-    comm = as_communicator(None)
+    comm = behind_link()
     taken, accuracies = _trained(comm, steps, time.sleep)
     if comm.rank == 0:
         whole = {how: sum(turns) for how, turns in taken.items()}

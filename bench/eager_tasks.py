@@ -1,4 +1,8 @@
-"""What `bench eager` trains: tasks whose steps take unlike times, fixed in advance, as in Eager-SGD's evaluation."""
+"""What `bench eager` trains: tasks whose steps take unlike times, fixed in advance, as in Eager-SGD's evaluation.
+
+Each is on `ranks` ranks, with `steps` steps of each. target: the test accuracy to be reached. rate: of learning. every:
+rounds between looks at the accuracy.
+"""
 
 import string
 from functools import cache
@@ -15,21 +19,7 @@ from torch import Tensor, nn
 from bench.convergence.tasks import digits
 
 
-class Imbalanced:
-    """A task on `ranks` ranks, each with `steps` steps. target: the test accuracy to be reached. rate: of learning.
-
-    every: rounds between looks at the accuracy.
-    """
-
-    name: str
-    ranks: int
-    steps: int
-    target: float
-    rate: float
-    every: int
-
-
-class Digits(Imbalanced):
+class Digits:
     """scikit-learn's digits, 1,437 to train with and 360 to test; a step takes 0.5 s, on one rank of 16, drawn anew in
     each step, 0.32 s more (the paper: on two of 64)."""
 
@@ -60,7 +50,7 @@ class Digits(Imbalanced):
 LENGTHS = (4, 8, 12, 16, 24, 32, 48, 64)
 
 
-class Text(Imbalanced):
+class Text:
     """The next character of Python's own help texts, by an LSTM. A step takes as long as its sequences: 0.2 … 3.2 s,
     about as of the paper's videos; a rank's length is drawn for each step."""
 
@@ -107,7 +97,7 @@ class NextCharacter(nn.Module):
         return scores
 
 
-class Speech(Imbalanced):
+class Speech:
     """Synthetic spoken digits, one to four an utterance, in batches of any lengths: nobody is slowed down on purpose. A
     step takes as long as its batch's longest utterance, to which the others are padded; `PER_FRAME` and `PER_STEP` are
     as measured on one core. accuracy: words that are right, less those that are too many."""
@@ -116,7 +106,7 @@ class Speech(Imbalanced):
     PER_FRAME, PER_STEP = 88e-6, 5e-3  # seconds of forward, backward and update
 
     @property
-    def steps(self) -> int:  # type: ignore[override]
+    def steps(self) -> int:
         """Of all epochs."""
         return self.epochs * len(self._batches(0, 0, 0))
 

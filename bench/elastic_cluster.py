@@ -8,7 +8,6 @@ other half are dark, and only the time-out of the next exchange finds them. Who 
 was late, joins anew.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from communicators.simulated.world import SimulatedCommunicator
 from local_sgd import DiLoCo
 from torch import nn
 
-from bench.troubles import Costs, Troubles, slow_ones, step_seconds
+from bench.troubles import Costs, Troubles, slow_ones, step_seconds, untold
 
 LOOK = 50
 """Steps that pass as one."""
@@ -96,12 +95,8 @@ class ElasticCluster:
         ]
         told = sorted(lives[fault.rank].dies for fault in faults)
         world = SimulatedWorld(len(lives), seed=seed, faults=faults)
-        logging.disable(logging.WARNING)  # every rank would tell of every change
-        try:
-            with patch.object(membership, "POLL_SECONDS", 1.0):
-                world.run(lambda comm: self._live(comm, lives[comm.rank], day, told, seed))
-        finally:
-            logging.disable(logging.NOTSET)
+        with untold(), patch.object(membership, "POLL_SECONDS", 1.0):
+            world.run(lambda comm: self._live(comm, lives[comm.rank], day, told, seed))
         return day
 
     def _lives(self, end: float, seed: int) -> list[Life]:

@@ -25,8 +25,10 @@ from local_sgd import DiLoCo, LocalSGD
 from torch import Tensor, nn
 
 from bench.convergence.tasks import LENGTH, LSTMLM, TASKS, characters, digits
+from bench.eager_tasks import Digits
 from bench.record import asked, parser_of, record
 
+PERCEPTRON = Digits()
 RANKS, DEATHS, STEP_SECONDS = 8, 20, 0.01
 LABELS = ("task", "way", "deaths")
 Samples = list[tuple[Tensor, Tensor]]
@@ -44,15 +46,6 @@ class Task:
     rates: dict[str, float]
 
 
-def _perceptron() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-def _accuracy(model: nn.Module) -> float:
-    _, _, images, labels = digits()
-    return float((model(images).argmax(1) == labels).float().mean())
-
-
 def _windows() -> Samples:
     """Stretches of text, and the same one character later."""
     text = characters()[0]
@@ -65,7 +58,7 @@ def _text_loss(model: nn.Module) -> float:
 
 LEARNT = {
     "digits": Task(
-        *(_perceptron, lambda: list(zip(*digits()[:2], strict=True)), _accuracy, 30, 64),
+        *(PERCEPTRON.model, lambda: list(zip(*digits()[:2], strict=True)), PERCEPTRON.accuracy, 30, 64),
         {"gradients": 0.1, "updates": 2e-3, "local-sgd": 0.1, "diloco": 2e-3},
     ),
     "text": Task(*(LSTMLM, _windows, _text_loss, 1, 32), {"gradients": 1.0, "updates": 1e-2, "diloco": 1e-2}),

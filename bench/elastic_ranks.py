@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,7 @@ def _gradients(model: Any, world: Any) -> Iterator[Step]:
 
     inner = torch.optim.Adam(model.parameters())
     optimizer = DistributedOptimizer(inner, model.named_parameters(), comm=world, algorithm="dense")
-
-    def step() -> int:
-        optimizer.step()
-        optimizer.zero_grad()
-        return int(optimizer.stats()["steps"])
-
-    yield step
+    yield partial(_step, optimizer, lambda: None, lambda: optimizer.stats()["steps"])
 
 
 @contextmanager
@@ -101,36 +96,33 @@ def _diloco(model: Any, world: Any) -> Iterator[Step]:
     from local_sgd import DiLoCo
 
     optimizer = DiLoCo(torch.optim.AdamW(model.parameters()), model=model, sync_every=EVERY, comm=world)
-
-    def step() -> int | None:
-        before = optimizer.stats()["boundaries"]
-        optimizer.step()
-        optimizer.average()
-        optimizer.zero_grad()
-        now = optimizer.stats()["boundaries"]
-        return int(now) if now != before else None
-
-    yield step
+    yield partial(_step, optimizer, optimizer.average, lambda: optimizer.stats()["boundaries"])
 
 
 @contextmanager
 def _eager(model: Any, world: Any) -> Iterator[Step]:
     from partial_collectives import EagerSGD
 
-    taken = 0
+    taken = met = 0
     with EagerSGD(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), comm=world) as optimizer:
 
-        def step() -> int | None:
-            nonlocal taken
+        def meet() -> None:
+            nonlocal taken, met
             taken += 1
-            optimizer.step()
-            optimizer.zero_grad()
-            if taken % EVERY:
-                return None
-            optimizer.synchronize()
-            return optimizer.applied
+            if taken % EVERY == 0:
+                optimizer.synchronize()
+                met = optimizer.applied
 
-        yield step
+        yield partial(_step, optimizer, meet, lambda: met)
+
+
+def _step(optimizer: Any, share: Callable[[], object], boundaries: Callable[[], float]) -> int | None:
+    before = boundaries()
+    optimizer.step()
+    share()
+    optimizer.zero_grad()
+    now = boundaries()
+    return int(now) if now != before else None
 
 
 WAYS = {
@@ -180,12 +172,7 @@ def _torchft(asked: dict[str, Any], journal: Journal) -> None:
         **limits,
     )
 
-    def step() -> int | None:
-        before = manager.current_step()
-        inner.step()
-        inner.zero_grad()
-        return manager.current_step() if manager.current_step() != before else None
-
+    step = partial(_step, inner, lambda: None, manager.current_step)
     with DiLoCo(manager, [model], inner, outer, sync_every=EVERY, pin_memory=False):
         journal.train(model, step, manager.num_participants, every=EVERY, heals=True)
 

@@ -53,12 +53,12 @@ class Learning:
     cases: by name, flags of theirs besides; each is compared with its own `first`. algorithms: by default all.
     """
 
-    app: App
     words: str
     name: str  # of what --output gets
     epochs: int
-    measure: Callable[[dict[str, Any]], float]
-    behind: Callable[[float, float], float]
+    app: App = CIFAR
+    measure: Callable[[dict[str, Any]], float] = lambda row: 100 * float(row["test_accuracy"])
+    behind: Callable[[float, float], float] = lambda mean, first: first - mean
     settings: Mapping[str, str] = field(default_factory=dict)
     cases: Mapping[str, str] = field(default_factory=lambda: {"": ""})
     first: str = "dense"
@@ -68,14 +68,7 @@ class Learning:
 
 
 TASKS = {
-    "digits": Learning(
-        app=CIFAR,
-        words="--dnn resnet20 --dataset digits",
-        name="learning",
-        epochs=20,
-        measure=lambda row: 100 * float(row["test_accuracy"]),
-        behind=lambda mean, dense: dense - mean,
-    ),
+    "digits": Learning(words="--dnn resnet20 --dataset digits", name="learning", epochs=20),
     "pydoc": Learning(
         app=TEXT,
         words="--dnn lstm-small --dataset pydoc --hidden 64 --batch-size 8",
@@ -86,12 +79,9 @@ TASKS = {
         settings={"dense": "--clip-norm 0.125", "gtopk": "--lr 16", "diloco": "--lr 4"},  # see docs/apps/text.md
     ),
     "averaging": Learning(
-        app=CIFAR,
         words="--dataset digits",
         name="learning-averaging",
         epochs=12,
-        measure=lambda row: 100 * float(row["test_accuracy"]),
-        behind=lambda mean, first: first - mean,
         cases={
             f"{model}, {optimizer}": f"--dnn bench.learning:small_{model.lower()} {flags}"
             for model in ("CNN", "ViT")

@@ -125,14 +125,12 @@ def main(argv: Sequence[str] = ()) -> None:
         for stage, covered in stages.items():
             some = sorted(covered.seconds, key=covered.seconds.__getitem__)[:: max(1, len(covered.seconds) // 50)]
             assert not (said := _failing(Path(folder) / "0", stage, some)), f"without a mutant, too, there is {said}"
-        rows = []
-        for row in pool.map(lambda mutant: _tried(trees, mutant, stages, options.whole), drawn):
-            rows.append(row)
-            print(*(f"{row[name]}" for name in COLUMNS), sep="  ", flush=True)
+        tried = pool.map(lambda mutant: _tried(trees, mutant, stages, options.whole), drawn)
+        against, values = "the same tests without a mutant", ("seconds",)
+        rows = record(options, tried, labels=COLUMNS[:2], values=values, against=against, shown=COLUMNS)
     for stage in (*stages, *(["whole"] if options.whole else [])):
         print(f"{sum(row['stage'] == stage for row in rows)} of {len(rows)} found by {stage}", flush=True)
     print(f"{sum(row['found_by'] == NOT_RUN for row in rows)} not run by any test", flush=True)
-    record(options, rows, labels=COLUMNS[:2], values=("seconds",), against="the same tests without a mutant")
 
 
 def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:

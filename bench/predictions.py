@@ -123,13 +123,7 @@ def _training(layers: int, comm: Communicator, algorithm: str, density: float, w
     settings: dict[str, Any] = {"algorithm": algorithm, "compressor": TopK(density), "wire": wire}
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer = DistributedOptimizer(sgd, model.named_parameters(), comm=comm, **settings)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    return step
+    return partial(_step, model, batch, optimizer, optimizer.step)
 
 
 def _by_way(layers: int, comm: Communicator, way: Way) -> Callable[[], None]:
@@ -137,14 +131,7 @@ def _by_way(layers: int, comm: Communicator, way: Way) -> Callable[[], None]:
     model, batch = _model(layers)
     optimizer: Any = way.make(torch.optim.SGD(model.parameters(), lr=1e-3), model, comm, steps=0, every=1)
     exchange = getattr(optimizer, "average", lambda: None)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        exchange()
-
-    return step
+    return partial(_step, model, batch, optimizer, lambda: (optimizer.step(), exchange()))
 
 
 def _alone(layers: int) -> Callable[[], None]:
@@ -154,14 +141,18 @@ def _alone(layers: int) -> Callable[[], None]:
     [bucket] = buckets_of(list(model.parameters()))
     flat = torch.empty(bucket.numel)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
+    def update() -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         bucket.scatter(bucket.gather(gradients, out=flat), gradients)
         optimizer.step()
 
-    return step
+    return partial(_step, model, batch, optimizer, update)
+
+
+def _step(model: nn.Module, batch: torch.Tensor, optimizer: Any, update: Callable[[], object]) -> None:
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    update()
 
 
 def _model(layers: int) -> tuple[nn.Module, torch.Tensor]:

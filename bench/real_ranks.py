@@ -18,30 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a group: see process_group
-from slow_link import Launcher, SlowLink, ThrottledLink, missing
+from slow_link import Launcher, ThrottledLink
 
 FOUND = "BENCH_FOUND"
 """Names the file that `tell` writes to."""
 
 
-def behind(size: int, mbit: float, milliseconds: float) -> SlowLink | ThrottledLink:
-    """An emulated link, not entered yet; where none can be made, this machine's loopback, and a line that says why."""
-    if lacking := missing():
-        print(f"no link is emulated, steps are this machine's: {'; '.join(lacking)}")
-        return unhindered(size)
-    return SlowLink(ranks=size, mbit_per_second=mbit, milliseconds=milliseconds)
-
-
 def unhindered(size: int) -> ThrottledLink:
     """This machine's loopback."""
     return ThrottledLink(ranks=size, mbit_per_second=1e6, milliseconds=0)
-
-
-def named(link: Launcher, mbit: float, milliseconds: float) -> str:
-    """What it is, for a row."""
-    return (
-        f"{mbit:g} Mbit/s and {milliseconds:g} ms" if isinstance(link, SlowLink) else "no link: this machine's loopback"
-    )
 
 
 def found_by(

@@ -42,7 +42,8 @@ MOST_ENTRIES = 1 << 25
 TURNS = 3
 """Of measuring what selecting and merging cost; their medians count."""
 MILLISECONDS = ("exchange_ms", "select_ms", "merge_ms", "step_ms")
-OVER = ("over_ring", "over_dense", "over_topk", "published_over_dense", "published_over_topk")
+PUBLISHED_COLUMNS = ("published_over_dense", "published_over_topk", "published_dense_ms")
+OVER = ("over_ring", "over_dense", "over_topk", *PUBLISHED_COLUMNS[:2])
 SHOWN = ("model", "P", "algorithm", "how", *MILLISECONDS, *OVER)
 
 
@@ -95,17 +96,15 @@ def main(argv: Sequence[str] = ()) -> None:
 def _of_gtopk(model: Model, link: Link, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
     density = published()["scaling"]["density"]
     own = _handlings(model.n, density)
+    over_dense, over_topk, dense_ms = PUBLISHED_COLUMNS
+    reported = {
+        "dense": {dense_ms: 1e3 * (model.batch / model.dense - model.compute)},
+        "gtopk": {over_dense: model.gtopk / model.dense, over_topk: model.gtopk / model.topk},
+        "topk-allgather": {over_dense: model.topk / model.dense},
+    }
     for size in ranks:
         rows = [_row(model.name, model.n, size, name, density, link, own, model.compute) for name in ("dense", *SPARSE)]
-        for row in rows:
-            if size == PAPERS and row["algorithm"] == "dense":
-                row["published_dense_ms"] = 1e3 * (model.batch / model.dense - model.compute)
-            if size == PAPERS and row["algorithm"] == "gtopk":
-                row["published_over_dense"] = model.gtopk / model.dense
-                row["published_over_topk"] = model.gtopk / model.topk
-            if size == PAPERS and row["algorithm"] == "topk-allgather":
-                row["published_over_dense"] = model.topk / model.dense
-        yield from _compared(rows)
+        yield from _compared([row | reported.get(row["algorithm"], {}) for row in rows] if size == PAPERS else rows)
 
 
 def _of_spardl(link: Link) -> Iterator[dict[str, Any]]:
@@ -152,7 +151,7 @@ def _row(
     row["compute_ms"] = None if compute is None else 1e3 * compute
     row["step_ms"] = sum(row[part] or 0.0 for part in ("compute_ms", "select_ms", "exchange_ms", "merge_ms"))
     row["ring_ms"] = 1e3 * (2 * (size - 1) * link.alpha + 2 * (size - 1) / size * 4 * n * link.beta)
-    return row | dict.fromkeys(("published_over_dense", "published_over_topk", "published_dense_ms"))
+    return row | dict.fromkeys(PUBLISHED_COLUMNS)
 
 
 def _compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -37,13 +37,14 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from bench.record import asked, parser_of, record
+from bench.turns import seconds_of
 
 ALGORITHMS = {"dense": [], "local-sgd": [], "gtopk": ["--density", "0.01"]}
 PIXELS = (32, 8)
 SKIPPED = 5  # steps, while all warm up
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
-BareStep: TypeAlias = Callable[[Tensor, Generator], float]
-"""Takes a step on these samples; seconds of CPU time."""
+BareStep: TypeAlias = Callable[[Tensor, Generator], None]
+"""Takes a step on these samples."""
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Interleaved(Noise):
     def loss(self, indices: Tensor, generator: Generator) -> Tensor:
         """Mean cross entropy (`Task.loss`), the first thing of the trainer's step."""
         ended = time.process_time()
-        seconds = [bare(indices, generator) for bare in self.bare]
+        seconds = [seconds_of(partial(bare, indices, generator), clock=time.process_time) for bare in self.bare]
         if self.mark is not None:
             self.steps.append((ended - self.mark, *seconds))
         self.mark = time.process_time()
@@ -97,12 +98,10 @@ def plain(task: Task, options: Options) -> BareStep:
     """A step of torch alone."""
     optimizer = SGD(task.model.parameters(), lr=options.lr, momentum=options.momentum)
 
-    def step(indices: Tensor, generator: Generator) -> float:
-        began = time.process_time()
+    def step(indices: Tensor, generator: Generator) -> None:
         optimizer.zero_grad()
         task.loss(indices, generator).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        return time.process_time() - began
 
     return step
 
@@ -113,14 +112,12 @@ def same(task: Task, options: Options) -> BareStep:
     steady = partial(LambdaLR, lr_lambda=lambda step: 1.0)
     synchroniser = make(options, task.model, as_communicator(None), steady)
 
-    def step(indices: Tensor, generator: Generator) -> float:
-        began = time.process_time()
+    def step(indices: Tensor, generator: Generator) -> None:
         synchroniser.zero_grad()
         task.loss(indices, generator).backward()  # type: ignore[no-untyped-call]
         synchroniser.exchange()
         synchroniser.update()
         synchroniser.average()
-        return time.process_time() - began
 
     return step
 

@@ -1,7 +1,9 @@
 """What befalls the ranks of a large cluster, and what that costs: distributions and seconds, the same for all ways."""
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,16 +51,22 @@ class Costs:
         return math.sqrt(2 * self.checkpoint * cluster_death_every)
 
 
+@contextmanager
+def untold() -> Iterator[None]:
+    """Keeps simulated ranks from telling of every change, each of them, inside the block."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def steps_of(
     troubles: Troubles, size: int, draw: np.random.Generator, clock: Callable[[], float]
 ) -> Callable[[Flags], Times]:
     """What draws the seconds of a step of some ranks, beginning about now."""
     slow = slow_ones(troubles, size, draw)
-
-    def seconds(who: Flags) -> Times:
-        return step_seconds(troubles, slow(clock())[who], draw)
-
-    return seconds
+    return lambda who: step_seconds(troubles, slow(clock())[who], draw)
 
 
 def slow_ones(troubles: Troubles, size: int, draw: np.random.Generator) -> Callable[[float], Flags]:

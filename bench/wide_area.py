@@ -94,16 +94,9 @@ def main(argv: Sequence[str] = ()) -> int:
             measured, simulated = statistics.median(seconds), _simulated(ports, what, numel)
             ratio, near = measured / simulated, ROUGH if lossy else TOLERANCE
             row = {"ports": name, "what": what, "numel": numel, "measured": measured, "simulated": simulated}
-            if what in DENSE:
-                row["over_bound"] = measured / _bound(ports, 4 * numel)
-            rows.append(
-                row
-                | {
-                    "ratio": ratio,
-                    "good": abs(ratio - 1) <= near if (congestion, connections) == ("reno", 1) else None,
-                    "seconds_samples": seconds,
-                }
-            )
+            row |= {"over_bound": measured / _bound(ports, 4 * numel)} if what in DENSE else {}
+            good = abs(ratio - 1) <= near if (congestion, connections) == ("reno", 1) else None
+            rows.append(row | {"ratio": ratio, "good": good, "seconds_samples": seconds})
     more: dict[str, Any] = {"lines": PORTS}
     record(options, rows, labels=COLUMNS[:2], values=("ratio",), against=AGAINST, shown=COLUMNS, **more)
     return 1 if any(row["good"] is False for row in rows) else 0

@@ -16,7 +16,6 @@ time-out whether it lives. Rounding itself is left out, its bytes are not; nothi
 wide-area-learning`.
 """
 
-import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +40,7 @@ from torch import Tensor, nn
 
 from bench.elastic_cluster import Life
 from bench.record import asked, parser_of, record
-from bench.troubles import Troubles, slow_ones, step_seconds
+from bench.troubles import Troubles, slow_ones, step_seconds, untold
 
 PARAMETERS, STATE_BYTES, TOKENS = 125e6, 20, 4096
 """Of the model; a newcomer gets of each 20 bytes: weight, anchor, outer momentum, Adam's two."""
@@ -219,12 +218,8 @@ class Cluster:
         machines = drawn(self.ranks, day.end, seed, Troubles())
         faults = [fault for place, each in enumerate(machines) for fault in each.faults(place)]
         world = SimulatedWorld(len(machines), _paths([each.port for each in machines]), seed=seed, faults=faults)
-        logging.disable(logging.WARNING)  # every rank would tell of every change
-        try:
-            with as_large_as_the_real_model(), suppress(DayOver):
-                world.run(lambda comm: self._live(comm, machines[comm.rank], day, seed))
-        finally:
-            logging.disable(logging.NOTSET)
+        with untold(), as_large_as_the_real_model(), suppress(DayOver):
+            world.run(lambda comm: self._live(comm, machines[comm.rank], day, seed))
         return {
             "goodput": day.seconds / (self.ranks * day.end),
             "tokens": day.steps * TOKENS / self.hours / 1e6,

@@ -10,7 +10,6 @@ model that all have. "equal": the same way over machines of one speed without li
 over that of equal `DiLoCo`.
 """
 
-import logging
 import math
 import statistics
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from torch import nn
 from bench.convergence.tasks import LENGTH, LSTMLM, TASKS, characters
 from bench.elastic_cluster import Life
 from bench.record import asked, parser_of, record
-from bench.troubles import Troubles
+from bench.troubles import Troubles, untold
 from bench.wide_area_day import PARAMETERS, WAYS, Machine, Way, drawn
 
 EVERY, STANDS_FOR, BATCH, RATE, PATIENCE = 20, 25, 4, 1e-2, 4 * 3600.0
@@ -84,13 +83,9 @@ def trained(way: Way, machines: Sequence[Machine], ranks: int, steps: int, seed:
     ports = [replace(each.port, up=each.port.up / smaller, down=each.port.down / smaller) for each in machines]
     faults = [fault for place, each in enumerate(machines) for fault in each.faults(place)]
     world = SimulatedWorld(len(machines), paths_of(ports), seed=seed, faults=faults)
-    logging.disable(logging.WARNING)
-    try:
-        chunks = patch.object(transfer, "CHUNK_BYTES", 2048)  # behind which small messages wait
-        with chunks, patch.object(membership, "POLL_SECONDS", 1.0):
-            world.run(partial(_on_rank, way=way, run=run, machines=machines, seed=seed))
-    finally:
-        logging.disable(logging.NOTSET)
+    chunks = patch.object(transfer, "CHUNK_BYTES", 2048)  # behind which small messages wait
+    with untold(), chunks, patch.object(membership, "POLL_SECONDS", 1.0):
+        world.run(partial(_on_rank, way=way, run=run, machines=machines, seed=seed))
     return run.loss, sum(each.life.dies < world.elapsed for each in machines)
 
 

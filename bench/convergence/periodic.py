@@ -13,6 +13,7 @@ has ended.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from communicators import Communicator
@@ -26,13 +27,19 @@ TAU, OFTEN, FOUR, EIGHT = 30, 5, 4, 8
 ADAMWS_DECAY = 0.01  # torch's default
 SHARES = {"adamw": 0.5, "muon": 1.0}
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
+MEAN = partial(torch.optim.SGD, lr=1.0)
 
-Make = Callable[[Run, nn.Module, float, Communicator], PeriodicAveraging]
+
+class Recipe(NamedTuple):
+    """every: steps from one exchange to the next. make: (run, model, the task's rate, ranks) -> optimizer."""
+
+    every: int
+    make: Callable[[Run, nn.Module, float, Communicator], PeriodicAveraging]
 
 
 def training(run: Run, model: nn.Module, rate: float, comm: Communicator) -> Training:
     """One rank's."""
-    optimizer = RECIPES[run.way](run, model, rate, comm)
+    optimizer = RECIPES[run.way].make(run, model, rate, comm)
 
     def step() -> None:
         optimizer.step()
@@ -49,71 +56,44 @@ def training(run: Run, model: nn.Module, rate: float, comm: Communicator) -> Tra
     )
 
 
-def _diloco(run: Run, model: nn.Module, rate: float, comm: Communicator, *, compress: str | None = None) -> DiLoCo:
-    inner = inner_of(run, model, SHARES[run.optimizer] * rate)
-    return DiLoCo(inner, comm=comm, sync_every=TAU, outer=OUTER, compress=compress)
+def _every(
+    steps: int,
+    kind: Callable[..., PeriodicAveraging],
+    *,
+    shared: bool = False,
+    of_run: Callable[[Run], dict[str, Any]] = lambda run: {},
+    **settings: Any,
+) -> Recipe:
+    """steps: of a block. shared: the rate is a share of the task's (`SHARES`). of_run: settings that depend on it."""
+
+    def make(run: Run, model: nn.Module, rate: float, comm: Communicator) -> PeriodicAveraging:
+        inner = inner_of(run, model, SHARES[run.optimizer] * rate if shared else rate)
+        return kind(inner, comm=comm, **{"sync_every": steps} | settings | of_run(run))
+
+    return Recipe(steps // settings.get("fragments", 1), make)
 
 
-def _streaming(
-    run: Run, model: nn.Module, rate: float, comm: Communicator, *, compress: str | None = None
-) -> StreamingDiLoCo:
-    inner, every = inner_of(run, model, SHARES[run.optimizer] * rate), 4 * EIGHT
-    return StreamingDiLoCo(
-        inner, comm=comm, sync_every=every, fragments=4, delay=EIGHT // 2, outer=OUTER, compress=compress
-    )
-
-
-def _often(run: Run, model: nn.Module, rate: float, comm: Communicator) -> DiLoCo:
-    return DiLoCo(inner_of(run, model, rate), comm=comm, sync_every=OFTEN, outer=OUTER)
-
-
-def _sparseloco(run: Run, model: nn.Module, rate: float, comm: Communicator) -> SparseLoCo:
-    return SparseLoCo(inner_of(run, model, rate), comm=comm, sync_every=OFTEN, density=run.density)
-
-
-def _after_warm_up(run: Run) -> Callable[[int], int]:
-    return lambda step: FOUR if step >= max(2, run.steps // WARM_UP) else 1
-
-
-def _local(run: Run, model: nn.Module, rate: float, comm: Communicator) -> LocalSGD:
-    return LocalSGD(inner_of(run, model, rate), comm=comm, sync_every=_after_warm_up(run))
-
-
-def _local_int8(run: Run, model: nn.Module, rate: float, comm: Communicator) -> DiLoCo:
-    inner, mean = inner_of(run, model, rate), partial(torch.optim.SGD, lr=1.0)
-    return DiLoCo(inner, comm=comm, sync_every=_after_warm_up(run), outer=mean, compress="int8")
-
-
-def _overlap(run: Run, model: nn.Module, rate: float, comm: Communicator) -> OverlapLocalSGD:
-    return OverlapLocalSGD(inner_of(run, model, rate), comm=comm, sync_every=FOUR)
+def _after_warm_up(run: Run) -> dict[str, Any]:
+    return {"sync_every": lambda step: FOUR if step >= max(2, run.steps // WARM_UP) else 1}
 
 
 def _demo(run: Run, model: nn.Module, rate: float, comm: Communicator) -> DeMo:
     return DeMo(torch.optim.SGD(model.parameters(), lr=rate), comm=comm, weight_decay=ADAMWS_DECAY)
 
 
-RECIPES: dict[str, Make] = {
-    "local-sgd": _local,
-    "local-sgd int8": _local_int8,
-    "overlap-local-sgd": _overlap,
-    "diloco": _diloco,
-    "diloco int2": partial(_diloco, compress="int2"),
-    "streaming-diloco": _streaming,
-    "streaming-diloco int2": partial(_streaming, compress="int2"),
-    "diloco often": _often,
-    "sparseloco": _sparseloco,
-    "demo": _demo,
+_diloco = partial(_every, TAU, DiLoCo, shared=True, outer=OUTER)
+_streaming = partial(_every, 4 * EIGHT, StreamingDiLoCo, shared=True, outer=OUTER, fragments=4, delay=EIGHT // 2)
+RECIPES = {
+    "local-sgd": _every(FOUR, LocalSGD, of_run=_after_warm_up),
+    "local-sgd int8": _every(FOUR, DiLoCo, of_run=_after_warm_up, outer=MEAN, compress="int8"),
+    "overlap-local-sgd": _every(FOUR, OverlapLocalSGD),
+    "diloco": _diloco(),
+    "diloco int2": _diloco(compress="int2"),
+    "streaming-diloco": _streaming(),
+    "streaming-diloco int2": _streaming(compress="int2"),
+    "diloco often": _every(OFTEN, DiLoCo, outer=OUTER),
+    "sparseloco": _every(OFTEN, SparseLoCo, of_run=lambda run: {"density": run.density}),
+    "demo": Recipe(1, _demo),
 }
-PERIODS = {
-    "local-sgd": FOUR,
-    "local-sgd int8": FOUR,
-    "overlap-local-sgd": FOUR,
-    "diloco": TAU,
-    "diloco int2": TAU,
-    "streaming-diloco": EIGHT,
-    "streaming-diloco int2": EIGHT,
-    "diloco often": OFTEN,
-    "sparseloco": OFTEN,
-    "demo": 1,
-}
+PERIODS = {name: recipe.every for name, recipe in RECIPES.items()}
 """Steps from one exchange to the next."""

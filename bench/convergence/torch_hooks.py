@@ -68,19 +68,30 @@ def training(run: Run, model: nn.Module, rate: float) -> Training:
     if run.way == LOCAL:
         return _post_local_sgd(run, model, inner)
     one_bucket: dict[str, Any] = {"bucket_cap_mb": 64} if run.way.startswith(LOW_RANK) else {}
-    ddp, size, taken = DistributedDataParallel(model, **one_bucket), dist.get_world_size(), [0]
-    numel = sum(p.numel() for p in ddp.parameters())
-    reduced = HOOKS[run.way](ddp, run, numel)
+    ddp = DistributedDataParallel(model, **one_bucket)
+    return _reckoned(model, ddp, inner, inner.step, HOOKS[run.way](ddp, run, _numel(model)))
+
+
+def _reckoned(
+    model: nn.Module,
+    calls: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    take_step: Callable[[], object],
+    reduced: Reduced,
+    **more: Any,
+) -> Training:
+    """A training whose steps are counted, and what a ring sends for as many."""
+    size, taken = dist.get_world_size(), [0]
 
     def step() -> None:
-        inner.step()
+        take_step()
         taken[0] += 1
 
     def sent() -> tuple[int, int]:
         nbytes, reductions = reduced(taken[0])
         return round(2 * (size - 1) / size * nbytes), 2 * (size - 1) * reductions
 
-    return Training(model, calls=ddp, optimizer=inner, step=step, sent=sent)
+    return Training(model, calls=calls, optimizer=optimizer, step=step, sent=sent, **more)
 
 
 def _post_local_sgd(run: Run, model: nn.Module, inner: torch.optim.Optimizer) -> Training:
@@ -88,23 +99,17 @@ def _post_local_sgd(run: Run, model: nn.Module, inner: torch.optim.Optimizer) ->
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer  # importing it warns
 
-    warm, size, taken = run.steps // WARM_UP, dist.get_world_size(), [0]
+    warm = run.steps // WARM_UP
     ddp = DistributedDataParallel(model)
     state = PostLocalSGDState(None, None, warm, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
     ddp.register_comm_hook(state, post_localSGD_hook)
     optimizer = PostLocalSGDOptimizer(optim=inner, averager=PeriodicModelAverager(PERIODS[LOCAL], warmup_steps=warm))
-    numel = sum(p.numel() for p in ddp.parameters())
 
-    def step() -> None:
-        optimizer.step()  # type: ignore[no-untyped-call]
-        taken[0] += 1
+    def reduced(steps: int) -> tuple[float, int]:
+        rounds = min(steps, warm) + max(0, steps - warm) // PERIODS[LOCAL]
+        return 4 * _numel(model) * rounds, rounds
 
-    def sent() -> tuple[int, int]:
-        rounds = min(taken[0], warm) + max(0, taken[0] - warm) // PERIODS[LOCAL]
-        return round(8 * (size - 1) / size * numel * rounds), 2 * (size - 1) * rounds
-
-    agreed, mean = partial(_mean_for_now, model), partial(_take_mean, model)
-    return Training(model, calls=ddp, optimizer=inner, step=step, sent=sent, agreed=agreed, finish=mean)
+    return _reckoned(model, ddp, inner, optimizer.step, reduced, **_averaged(model))
 
 
 def _diloco(run: Run, model: nn.Module, rate: float) -> Training:
@@ -112,25 +117,25 @@ def _diloco(run: Run, model: nn.Module, rate: float) -> Training:
     from torchft.local_sgd import DiLoCo
 
     inner, outer = inner_of(run, model, periodic.SHARES[run.optimizer] * rate), periodic.OUTER(model.parameters())
-    size, taken, exits = dist.get_world_size(), [0], ExitStack()
+    exits = ExitStack()
+    exits.callback(_take_mean, model)  # once torchft's parts are closed
     manager = exits.enter_context(manager_of(model))
     exits.enter_context(DiLoCo(manager, [model], inner, outer, sync_every=PERIODS[TORCHFT], pin_memory=False))
-    numel = sum(p.numel() for p in model.parameters())
 
-    def step() -> None:
-        inner.step()
-        taken[0] += 1
+    def reduced(steps: int) -> tuple[float, int]:
+        rounds = steps // PERIODS[TORCHFT]
+        return 4 * _numel(model) * rounds, rounds
 
-    def sent() -> tuple[int, int]:
-        rounds = taken[0] // PERIODS[TORCHFT]
-        return round(8 * (size - 1) / size * numel * rounds), 2 * (size - 1) * rounds
+    return _reckoned(model, model, inner, inner.step, reduced, **_averaged(model) | {"finish": exits.close})
 
-    def finish() -> None:
-        exits.close()
-        _take_mean(model)
 
-    agreed = partial(_mean_for_now, model)
-    return Training(model, calls=model, optimizer=inner, step=step, sent=sent, agreed=agreed, finish=finish)
+def _numel(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _averaged(model: nn.Module) -> dict[str, Any]:
+    """What agrees on a model where every rank has one of its own."""
+    return {"agreed": partial(_mean_for_now, model), "finish": partial(_take_mean, model)}
 
 
 def _take_mean(model: nn.Module) -> None:

@@ -100,11 +100,7 @@ def fitting(run: Run, algorithm: str | Algorithm = "gtopk", **more: Any) -> dict
 
 def _dense_tenth(run: Run) -> dict[str, Any]:
     """What the README recommends from 1 % on."""
-    return fitting(run) | {"density": WarmUp(run.density, steps=run.steps // WARM_UP, stages=(1.0,))}
-
-
-def _without_warm_up(run: Run) -> dict[str, Any]:
-    return fitting(run) | {"density": run.density}
+    return fitting(run, density=WarmUp(run.density, steps=run.steps // WARM_UP, stages=(1.0,)))
 
 
 def _momentum_before(run: Run) -> dict[str, Any]:
@@ -116,10 +112,6 @@ def _momentum_before(run: Run) -> dict[str, Any]:
 def _as_first_written(run: Run) -> dict[str, Any]:
     own = {"momentum": MOMENTUM} if run.optimizer == "sgd" else {}
     return {"algorithm": "gtopk", "density": run.density, **own}
-
-
-def _momentum_twice(run: Run) -> dict[str, Any]:
-    return {"algorithm": "gtopk", "density": run.density, "momentum": MOMENTUM}
 
 
 def _dgc(run: Run) -> dict[str, Any]:
@@ -148,11 +140,11 @@ WAYS: dict[str, Way] = {
     "gtopk, as first written": Way(_as_first_written, clips_after=True),
     "gtopk": _by("gtopk"),
     "gtopk, dense tenth": Way(_dense_tenth),
-    "gtopk, no warm-up": Way(_without_warm_up),
+    "gtopk, no warm-up": Way(lambda run: fitting(run, density=run.density)),
     "gtopk, not ahead": Way(fitting, ahead=False),
     "gtopk, beta1 0.9": Way(fitting, beta1=BETA1, optimizers=("adamw",)),
     "gtopk, momentum before": Way(_momentum_before, optimizers=("sgd",), advised=("gtopk", "fp32")),
-    "gtopk, momentum twice": Way(_momentum_twice, own_momentum=True, clips_after=True, optimizers=("sgd",)),
+    "gtopk, momentum twice": Way(_as_first_written, own_momentum=True, clips_after=True, optimizers=("sgd",)),
     "gtopk int8-packed": _by("gtopk", wire="int8-packed"),
     "topk-allgather": _by("topk-allgather"),
     "topk-allgather int8-packed": _by("topk-allgather", wire="int8-packed"),

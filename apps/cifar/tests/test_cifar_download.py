@@ -5,6 +5,7 @@ import importlib.util
 import tarfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,14 +53,13 @@ def md5(path: Path) -> str:
 @pytest.fixture
 def archive(site: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     """CIFAR-10 in small, packed as it is published."""
-    from dataclasses import replace
-
     folder, address = site
     small_files.cifar10_binary(tmp_path / "made")
     with tarfile.open(folder / "cifar-10-binary.tar.gz", "w:gz") as packed:
         packed.add(tmp_path / "made" / "cifar-10-batches-bin", "cifar-10-batches-bin")
     remote = Remote(url=f"{address}cifar-10-binary.tar.gz", checksum=md5(folder / "cifar-10-binary.tar.gz"))
-    monkeypatch.setattr(cifar10, "LAYOUTS", (replace(cifar10.LAYOUTS[0], archive=remote), cifar10.LAYOUTS[1]))
+    versions = (replace(cifar10.LAYOUTS[0], archive=remote), cifar10.LAYOUTS[1])
+    monkeypatch.setattr(cifar10, "load", replace(cifar10.CIFAR10, versions=versions).load)
     return remote
 
 
@@ -94,18 +94,16 @@ def test_another_checksum(archive: Remote, site: tuple[Path, str], tmp_path: Pat
 
 @needs_pooch
 def test_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mnist, "SOURCE", "http://127.0.0.1:9/")  # nobody listens
+    nobody_listens = replace(mnist.MNIST, source="http://127.0.0.1:9/")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with pytest.raises(RunError) as error:
-        mnist.load(tmp_path, download=True)
+        nobody_listens.load(tmp_path, download=True)
     for part in ("cannot fetch http://127.0.0.1:9/train-images-idx3-ubyte.gz", "put it at", "f68b3c2dcbeaaa9fbdd348b"):
         assert part in str(error.value)
 
 
 @needs_pooch
-def test_only_the_files_that_are_missing(
-    site: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_files_that_are_missing(site: tuple[Path, str], tmp_path: Path) -> None:
     folder, address = site
     small_files.mnist_compressed(folder)
     small_files.mnist(tmp_path / "data")
@@ -114,9 +112,8 @@ def test_only_the_files_that_are_missing(
         split: (records, [(name, raw, md5(folder / f"{name}.gz")[4:]) for name, raw, _ in names])
         for split, (records, names) in mnist.FILES.items()
     }
-    monkeypatch.setattr(mnist, "FILES", files)
-    monkeypatch.setattr(mnist, "SOURCE", address)
-    assert len(mnist.load(tmp_path / "data", download=True).train.labels) == 6
+    small = replace(mnist.MNIST, source=address, files=files)
+    assert len(small.load(tmp_path / "data", download=True).train.labels) == 6
     assert Quiet.served == ["/t10k-labels-idx1-ubyte.gz"]
 
 

@@ -19,7 +19,7 @@ from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.table import Flag
 
 RECORDED = ["parameters", "app", "torch", "python", "hardware", "world_size", "choice", "compared"]
-TAKEN = [*RECORDED, "lr", "help", "rank", "density", "config", "own", "own_flags", "no_lr"]
+TAKEN = [*RECORDED, "lr", "help", "rank", "density", "config", "own", "declared", "no_lr"]
 
 
 @pytest.mark.parametrize("default", [1, True])

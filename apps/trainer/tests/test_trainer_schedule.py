@@ -1,11 +1,14 @@
 """The learning rate."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.training.learning_rate import SHAPES, factor, milestones, rate_schedule
 
 pytestmark = pytest.mark.quick
@@ -50,15 +53,15 @@ def test_the_rate_drops_to_a_tenth_with_the_first_step_after_each_milestone(
     assert rate(epochs * steps - 1) == pytest.approx(0.1 ** sum(drop < epochs for drop in drops))
 
 
-def test_the_scheduler_sets_the_rate_of_every_step() -> None:
+def test_the_scheduler_sets_the_rate_of_every_step(options: Callable[..., Options]) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    schedule = rate_schedule(optimizer, steps_per_epoch=4, epochs=2, warmup_epochs=0.5, shape="step")
+    schedule = rate_schedule(optimizer, options(max_epochs=2, warmup_epochs=0.5, lr_schedule="step"), steps_per_epoch=4)
     rates = []
     for _ in range(8):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([0.25, 0.5, 0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
-    dropping = rate_schedule(optimizer, steps_per_epoch=4, epochs=9, warmup_epochs=0, shape="step", drops=[1, 3])
+    dropping = rate_schedule(optimizer, replace(options(max_epochs=9), milestones=[1, 3]), steps_per_epoch=4)
     assert [dropping.lr_lambdas[0](step) for step in (3, 4, 11, 12)] == pytest.approx([1, 0.1, 0.1, 0.01])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.data import fingerprint
+from thinwire_trainer.launching.device import pinned
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -45,12 +46,12 @@ class Classification:
     def read_train(self, indices: Tensor, seed: int) -> Batch:
         """These training images, augmented: a function of seed and index alone."""
         split = self.images.train
-        return self._pinned(Batch(split.read(indices, keys(seed, indices.numpy())), split.labels[indices]))
+        return self._batch(split.read(indices, keys(seed, indices.numpy())), split.labels[indices])
 
     def read_test(self, indices: Tensor) -> Batch:
         """These test images."""
         split = self.images.test
-        return self._pinned(Batch(split.read(indices, None), split.labels[indices]))
+        return self._batch(split.read(indices, None), split.labels[indices])
 
     def loss(self, batch: Batch, generator: Generator) -> Tensor:
         """Mean cross entropy over training images that were read."""
@@ -83,12 +84,8 @@ class Classification:
         )
         return mean, deviation
 
-    def _pinned(self, batch: Batch) -> Batch:
-        """Pin a batch for the GPU to fetch while it computes; on that GPU, as a reading thread would wake the first."""
-        if self.device.type != "cuda":
-            return batch
-        with torch.cuda.device(self.device):
-            return Batch(*(part.pin_memory() for part in batch))
+    def _batch(self, *parts: Tensor) -> Batch:
+        return Batch(*pinned(parts, self.device))
 
     def _classify(self, batch: Batch) -> tuple[Tensor, Tensor]:
         pixels, labels = (part.to(self.device, non_blocking=True) for part in batch)

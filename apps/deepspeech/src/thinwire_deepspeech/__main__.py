@@ -1,19 +1,14 @@
 """`python -m thinwire_deepspeech`: speech recognition; `--help` lists the flags."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING
 
 from thinwire_trainer.app import App
 from thinwire_trainer.command import main
+from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.synchronisers.table import lazily
 
 from thinwire_deepspeech.catalogue import DATASETS, ELSEWHERE, FLAGS, MODELS
-
-if TYPE_CHECKING:
-    from thinwire_trainer.command_line.options import Options
 
 
 def check(options: Options) -> None:

@@ -11,6 +11,7 @@ import torch
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.data import Faults, fingerprint
 from thinwire_trainer.errors import RunError
+from thinwire_trainer.launching.device import pinned
 from thinwire_trainer.training.batches import SHUFFLE, derived_seed
 from torch import Generator, Tensor
 from torch.nn.functional import ctc_loss
@@ -170,11 +171,9 @@ class Recognition:
         return loss, log_probabilities, lengths
 
     def _pinned(self, batch: Batch) -> Batch:
-        """Pin a batch for the GPU to fetch while it computes; on that GPU, as a reading thread would wake the first."""
-        if self.device.type != "cuda":
-            return batch
-        with torch.cuda.device(self.device):
-            return batch._replace(spectrograms=batch.spectrograms.pin_memory(), labels=batch.labels.pin_memory())
+        """The parts that a GPU fetches."""
+        spectrograms, labels = pinned((batch.spectrograms, batch.labels), self.device)
+        return batch._replace(spectrograms=spectrograms, labels=labels)
 
 
 def heard_in(log_probabilities: Tensor, lengths: Tensor) -> list[str]:

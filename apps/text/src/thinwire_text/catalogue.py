@@ -1,16 +1,9 @@
 """The app's models, data sets and flags by name. Models and data are imported only when they are used."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.command_line.flag import Flag
-from thinwire_trainer.command_line.options import READERS
+from thinwire_trainer.command_line.options import READERS, Options
 from thinwire_trainer.errors import RunError
-
-if TYPE_CHECKING:
-    from thinwire_trainer.command_line.options import Options
 
 # (words, *, window, layers, hidden, dropout, tied) -> text.models.language.Language
 LANGUAGE = {

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.data import Faults, fingerprint
-from thinwire_trainer.errors import RunError
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -129,8 +128,5 @@ def build(options: Options, device: torch.device) -> LanguageModelling:
 def built(dnn: str, words: int, flags: Mapping[str, Any]) -> nn.Module:
     """The language model of this name, for so many words. flags: the values of the app's own."""
     given = {name: flags[name] for name in ("window", "layers", "hidden", "dropout", "tied") if flags[name] is not None}
-    try:
-        model: nn.Module = resolve_name(LANGUAGE[dnn])(words, **given)
-    except ValueError as error:
-        raise RunError(f"--dnn {dnn}: {error}") from None
+    model: nn.Module = resolve_name(LANGUAGE[dnn])(words, **given)
     return model

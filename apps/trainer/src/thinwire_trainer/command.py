@@ -12,17 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import AgreedError, RunError, UsageError, told
 from thinwire_trainer.launching.ending import StopRequest, complain
 from thinwire_trainer.launching.placement import Placement, first_complaint, joined, placement
 from thinwire_trainer.launching.workers import WRONG_USAGE, Job, run_job
-
-if TYPE_CHECKING:
-    from thinwire_trainer.command_line.options import Options
 
 
 def main(app: App, argv: Sequence[str] | None = None) -> int:
@@ -67,7 +64,7 @@ def _function(name: str) -> Callable[[App, Sequence[str]], int]:
     return found
 
 
-def _train(app: App, options: "Options", place: Placement, request: StopRequest) -> None:
+def _train(app: App, options: Options, place: Placement, request: StopRequest) -> None:
     """One rank's run."""
     from communicators import CollectiveError, LeftOutError
 
@@ -94,7 +91,7 @@ def _train(app: App, options: "Options", place: Placement, request: StopRequest)
         raise RunError(str(error)) from error
 
 
-def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
+def _checked(app: App, argv: Sequence[str], place: Placement) -> Options:
     """The options, or RunError with the same message on every rank if they are wrong on any."""
     complaint, options = "", None
     try:

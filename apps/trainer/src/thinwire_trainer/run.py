@@ -34,7 +34,7 @@ from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.records.trace import Trace
 from thinwire_trainer.resuming import resume
 from thinwire_trainer.synchronisers.automatic import settled
-from thinwire_trainer.synchronisers.synchroniser import Rates, Synchroniser
+from thinwire_trainer.synchronisers.synchroniser import Synchroniser
 from thinwire_trainer.synchronisers.table import AUTO
 from thinwire_trainer.training.batches import (
     AUGMENT,
@@ -85,7 +85,8 @@ def run(
         options, choice = settled(options, task.model, comm, table_of(app))
     steps = steps_dealt(task, options) if comm.elastic else agreed_steps(batches_of(task), options, aside)
     make = table_of(app)[options.algorithm].make
-    with closing(make(options, task.model, comm, _rates(options, steps))) as synchroniser:
+    rates = partial(rate_schedule, options=options, steps_per_epoch=steps)
+    with closing(make(options, task.model, comm, rates)) as synchroniser:
         meter = Meter(comm, aside)
         with all_or_none(aside):
             replica = _replica(task, synchroniser, meter, options, comm)
@@ -185,17 +186,6 @@ def _end(training: Training) -> None:
     if remark := training.replica.synchroniser.remark(training.steps):
         training.note(remark)
     training.note(f"{training.options.algorithm}: metrics and model in {training.options.output}")
-
-
-def _rates(options: Options, steps: int) -> Rates:
-    return partial(
-        rate_schedule,
-        steps_per_epoch=steps,
-        epochs=options.max_epochs,
-        warmup_epochs=options.warmup_epochs,
-        shape=options.lr_schedule,
-        drops=options.milestones,
-    )
 
 
 def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Options, comm: Communicator) -> Replica:

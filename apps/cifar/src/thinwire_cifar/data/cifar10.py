@@ -1,11 +1,9 @@
 """CIFAR-10 (Krizhevsky 2009): 50,000 training and 10,000 test images, 32×32 in colour."""
 
 from functools import partial
-from pathlib import Path
 
 from thinwire_cifar.data import cifar_images, cifar_python
 from thinwire_cifar.data.cifar_images import SOURCE
-from thinwire_cifar.data.images import Images
 from thinwire_cifar.data.published import Layout, Remote
 
 CLASSES = 10
@@ -39,9 +37,5 @@ LAYOUTS = (
         read=partial(cifar_python.read, key="labels", classes=CLASSES),
     ),
 )
-
-
-def load(data_dir: Path, *, download: bool = False) -> Images:
-    """The data set from `data_dir`, of either version; see `thinwire_cifar.data.published.load`."""
-    mean, deviation = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
-    return cifar_images.load(data_dir, LAYOUTS, classes=CLASSES, mean=mean, deviation=deviation, download=download)
+CIFAR10 = cifar_images.Published(LAYOUTS, CLASSES, mean=(125.3, 123.0, 113.9), deviation=(63.0, 62.1, 66.7))
+load = CIFAR10.load

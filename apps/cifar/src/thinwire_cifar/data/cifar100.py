@@ -1,11 +1,9 @@
 """CIFAR-100 (Krizhevsky 2009): as CIFAR-10, with 100 classes (the fine labels)."""
 
 from functools import partial
-from pathlib import Path
 
 from thinwire_cifar.data import cifar_images, cifar_python
 from thinwire_cifar.data.cifar_images import SOURCE
-from thinwire_cifar.data.images import Images
 from thinwire_cifar.data.published import Layout, Remote
 
 CLASSES = 100
@@ -27,9 +25,5 @@ LAYOUTS = (
         read=partial(cifar_python.read, key="fine_labels", classes=CLASSES),
     ),
 )
-
-
-def load(data_dir: Path, *, download: bool = False) -> Images:
-    """The data set from `data_dir`, of either version; see `thinwire_cifar.data.published.load`."""
-    mean, deviation = (129.3, 124.1, 112.4), (68.2, 65.4, 70.4)
-    return cifar_images.load(data_dir, LAYOUTS, classes=CLASSES, mean=mean, deviation=deviation, download=download)
+CIFAR100 = cifar_images.Published(LAYOUTS, CLASSES, mean=(129.3, 124.1, 112.4), deviation=(68.2, 65.4, 70.4))
+load = CIFAR100.load

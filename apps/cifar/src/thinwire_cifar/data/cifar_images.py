@@ -4,6 +4,7 @@ In the binary version a file is records of 1 or 2 label bytes, then the red, gre
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -65,17 +66,17 @@ Colour = tuple[float, float, float]
 """Of red, green and blue."""
 
 
-def load(
-    data_dir: Path, versions: Sequence[Layout], *, classes: int, mean: Colour, deviation: Colour, download: bool
-) -> Images:
-    """A data set from `data_dir`, of any of its versions; see `thinwire_cifar.data.published.load`."""
-    train, test = published.load(data_dir, versions, page=PAGE, download=download, augment=crop_flip)
-    return Images(
-        train=train,
-        test=test,
-        classes=classes,
-        channels=3,
-        size=SIZE,
-        mean=mean,
-        deviation=deviation,
-    )
+@dataclass(frozen=True)
+class Published:
+    """A data set in versions of unlike formats. mean, deviation: of its training pixels."""
+
+    versions: Sequence[Layout]
+    classes: int
+    mean: Colour
+    deviation: Colour
+
+    def load(self, data_dir: Path, *, download: bool = False) -> Images:
+        """The data set from `data_dir`, of any version; see `thinwire_cifar.data.published.load`."""
+        train, test = published.load(data_dir, self.versions, page=PAGE, download=download, augment=crop_flip)
+        shape = {"classes": self.classes, "channels": 3, "size": SIZE}
+        return Images(train=train, test=test, mean=self.mean, deviation=self.deviation, **shape)

@@ -3,17 +3,11 @@
 The files have the names of MNIST's, so they are looked for in folders of their own first.
 """
 
-from pathlib import Path
-
-from thinwire_cifar.data.images import Images
 from thinwire_cifar.data.mnist import Files, Published
 
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
-PLACES = (
-    "fashion-mnist",
-    "FashionMNIST/raw",
-    "",
-)  # Debian's dataset-fashion-mnist below /usr/share/datasets; torchvision
+PLACES = ("fashion-mnist", "FashionMNIST/raw", "")
+"""Of Debian's dataset-fashion-mnist below /usr/share/datasets, of torchvision, and below none."""
 FILES: Files = {
     "train": (
         60_000,
@@ -30,8 +24,4 @@ FILES: Files = {
         ],
     ),
 }
-
-
-def load(data_dir: Path, *, download: bool = False) -> Images:
-    """Fashion-MNIST: see `Published.load`."""
-    return Published(SOURCE, PLACES, FILES, mean=72.9, deviation=90.0).load(data_dir, download=download)
+load = Published(SOURCE, PLACES, FILES, mean=72.9, deviation=90.0).load

@@ -54,7 +54,7 @@ class Published:
     mean: float
     deviation: float
 
-    def load(self, data_dir: Path, *, download: bool) -> Images:
+    def load(self, data_dir: Path, *, download: bool = False) -> Images:
         """The data set; RunError, with what to do, if a file is missing, truncated or of another format.
 
         Files of another length or checksum are used, with one warning.
@@ -102,9 +102,8 @@ class Published:
                         fetch(Remote(url=f"{self.source}{name}.gz", checksum=f"md5:{md5}"), data_dir / self.places[0])
 
 
-def load(data_dir: Path, *, download: bool = False) -> Images:
-    """MNIST: see `Published.load`."""
-    return Published(SOURCE, PLACES, FILES, mean=33.3, deviation=78.6).load(data_dir, download=download)
+MNIST = Published(SOURCE, PLACES, FILES, mean=33.3, deviation=78.6)
+load = MNIST.load
 
 
 def read_idx(path: Path, *, dimensions: int, source: str = SOURCE) -> tuple[npt.NDArray[np.uint8], bytes]:

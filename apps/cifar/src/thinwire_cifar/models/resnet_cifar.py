@@ -4,6 +4,8 @@ Parameters for CIFAR-10 (three channels, ten classes), with shortcuts that have 
 0.46, 0.85 and 1.7 million.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
@@ -37,10 +39,11 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """`blocks` blocks a stage; the later two stages halve the image."""
+    """`blocks` blocks a stage; the later two stages halve the image, of any size."""
 
-    def __init__(self, blocks: int, *, channels: int, classes: int) -> None:
+    def __init__(self, blocks: int, *, channels: int, classes: int, size: int) -> None:
         super().__init__()
+        del size
         self.conv = _conv3x3(channels, STAGES[0], 1)
         self.norm = nn.BatchNorm2d(STAGES[0])
         width, stages = STAGES[0], []
@@ -59,28 +62,8 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet20(*, channels: int, classes: int, size: int) -> ResNet:
-    """20 layers: 269,722 parameters for CIFAR-10, 269,434 for one channel."""
-    del size
-    return ResNet(3, channels=channels, classes=classes)
-
-
-def resnet32(*, channels: int, classes: int, size: int) -> ResNet:
-    """32 layers: 464,154 parameters for CIFAR-10."""
-    del size
-    return ResNet(5, channels=channels, classes=classes)
-
-
-def resnet56(*, channels: int, classes: int, size: int) -> ResNet:
-    """56 layers: 853,018 parameters for CIFAR-10."""
-    del size
-    return ResNet(9, channels=channels, classes=classes)
-
-
-def resnet110(*, channels: int, classes: int, size: int) -> ResNet:
-    """110 layers: 1,727,962 parameters for CIFAR-10."""
-    del size
-    return ResNet(18, channels=channels, classes=classes)
+resnet20, resnet32, resnet56, resnet110 = (partial(ResNet, blocks) for blocks in (3, 5, 9, 18))
+"""269,722, 464,154, 853,018 and 1,727,962 parameters for CIFAR-10; resnet20 has 269,434 for one channel."""
 
 
 def _conv3x3(channels_in: int, channels: int, stride: int) -> nn.Conv2d:

@@ -5,25 +5,15 @@ images below 32 pixels reach the end as well; larger ones are averaged there.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
 WIDTHS = (64, 128, 256, 512, 512)  # channels of each stage, which ends by halving the image
 
 
-def vgg16(*, channels: int, classes: int, size: int) -> nn.Sequential:
-    """13 convolutions: 14,728,266 parameters for CIFAR-10."""
+def _vgg(convolutions: Sequence[int], *, channels: int, classes: int, size: int) -> nn.Sequential:
     del size
-    return _vgg((2, 2, 3, 3, 3), channels, classes)
-
-
-def vgg19(*, channels: int, classes: int, size: int) -> nn.Sequential:
-    """16 convolutions: 20,040,522 parameters for CIFAR-10."""
-    del size
-    return _vgg((2, 2, 4, 4, 4), channels, classes)
-
-
-def _vgg(convolutions: Sequence[int], channels: int, classes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for width, count in zip(WIDTHS, convolutions, strict=True):
         for _ in range(count):
@@ -32,6 +22,10 @@ def _vgg(convolutions: Sequence[int], channels: int, classes: int) -> nn.Sequent
         layers.append(nn.MaxPool2d(2, ceil_mode=True))
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
     return model.apply(_he_normal)
+
+
+vgg16, vgg19 = partial(_vgg, (2, 2, 3, 3, 3)), partial(_vgg, (2, 2, 4, 4, 4))
+"""13 and 16 convolutions: 14,728,266 and 20,040,522 parameters for CIFAR-10."""
 
 
 def _he_normal(module: nn.Module) -> None:

@@ -14,7 +14,7 @@ class Flag:
     default: what a run did before there was the flag, so that older runs can be resumed. True or False: there is a
     --no-NAME, too. read: text -> value; choices: the only ones there are; several: takes a list of them.
     shapes: whether the value shapes the numbers that training computes, so that a run and its continuation share it;
-    of the flags of all runs `Options` says so.
+    of the flags of all runs `NOT_SETTINGS` says so.
     """
 
     name: str

@@ -14,6 +14,7 @@ from thinwire_trainer.command_line.parser import (
     ADAMW_MOMENTUM,
     ADAMW_MOMENTUM_WAITING,
     ADAMW_RATE,
+    COMMON,
     COMPRESSED,
     DEFAULT,
     MILESTONED,
@@ -115,7 +116,7 @@ def _checked(
     entry.require_installed(given.algorithm)
     given.own = _own(given, entry, table, app.defaults)
     given.app = {flag.name: vars(given).pop(flag.name) for flag in app.flags}
-    given.own_flags, given.momentum_said = (*entry.flags, *app.flags), "momentum" in said
+    given.declared, given.momentum_said = (*COMMON, *entry.flags, *app.flags), "momentum" in said
     entry.check(given.own, given.nworkers if given.elastic is None else 0)
     if given.elastic is not None and given.own.get("inject_delay", NO_DELAY) != NO_DELAY:
         raise RunError("--inject-delay names ranks, and those of --elastic change: leave it out")

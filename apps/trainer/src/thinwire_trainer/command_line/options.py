@@ -39,21 +39,7 @@ NOT_SETTINGS = PER_RANK | {
 }
 """Flags that may differ between a run and its continuation: none shapes no number that training computes."""
 
-# What a run did before there was a setting for it. Every common setting that is added gets its line here, so that runs
-# from before can be resumed: their manifests do not name it. An algorithm's own: see `Flag.default`.
-BEFORE: Settings = {
-    "optimizer": "sgd",
-    "clip_norm": None,
-    "nesterov": False,
-    "label_smoothing": 0.0,
-    "milestones": None,
-    "amp": False,
-    "compile": False,
-    "overlap": False,
-    "elastic": False,
-}
-
-OWN = ("own", "app", "own_flags", "momentum_said", "compared")  # fields that are no flags themselves
+OWN = ("own", "app", "declared", "momentum_said", "compared")  # fields that are no flags themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +47,8 @@ class Options:
     """One run's settings; `thinwire_trainer.command_line.flags.parse` checks every value and explains each.
 
     own: what the algorithm alone takes, every flag of its entry in the table, and nothing else. app: the app's own
-    flags. own_flags: all of these. momentum_said: whether the momentum was given, so that no default takes its place.
+    flags. declared: all flags, with defaults. momentum_said: whether the momentum was given, so that no default takes
+    its place.
     compared: whether it is one of a comparison's runs, such as a demo's, which the next comparison may delete.
     """
 
@@ -104,7 +91,7 @@ class Options:
     oversubscribe: bool  # more workers than the cores of this machine can bear
     own: Mapping[str, Any]
     app: Mapping[str, Any] = field(default_factory=dict)
-    own_flags: Sequence[Flag] = ()
+    declared: Sequence[Flag] = ()
     momentum_said: bool = True
     compared: bool = False
 
@@ -123,7 +110,7 @@ class Options:
 
     def settings(self) -> Settings:
         """Flags that a run and its continuation must share: numbers and names only."""
-        free = {flag.name for flag in self.own_flags if not flag.shapes} | NOT_SETTINGS
+        free = {flag.name for flag in self.declared if not flag.shapes} | NOT_SETTINGS
         chosen = {name: value for name, value in self.flags().items() if name not in free}
         chosen["elastic"] = self.elastic is not None  # not where: a batch is of all ranks there
         if self.lr_schedule == "constant" or self.milestones:
@@ -135,7 +122,7 @@ class Options:
 
         then: a run's settings. A flag that there was not yet had its default; one that there is no more has no effect.
         """
-        before: dict[str, Any] = BEFORE | {flag.name: flag.default for flag in self.own_flags}
+        before: dict[str, Any] = {flag.name: flag.default for flag in self.declared} | {"elastic": False}
         was = {name: then.get(name, before.get(name)) for name in self.settings()}
         return {name: (was[name], now) for name, now in self.settings().items() if was[name] != now}
 

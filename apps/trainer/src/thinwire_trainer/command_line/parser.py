@@ -116,6 +116,8 @@ RUN = (
     ),
     Flag("profile", False, "also write a trace of a few steps of all ranks, for Perfetto or chrome://tracing"),
 )
+OVERLAP = Flag("overlap", False, "gradients travel while backward computes others")
+COMMON = (*TASK, OVERLAP, *OPTIMISATION, *MACHINE, *RUN)
 
 
 class Parser(ArgumentParser):
@@ -224,7 +226,7 @@ def _add_synchronisation(parser: ArgumentParser, table: Mapping[str, Entry]) -> 
     group.add_argument("--compression", action="store_true", help=published)
     named = f"what published commands call an algorithm (with --compression; default: {COMPRESSED})"
     group.add_argument("--compressor", choices=list(compressors(table)), help=named)
-    _add(group, [Flag("overlap", False, "gradients travel while backward computes others")])
+    _add(group, [OVERLAP])
 
 
 def _add_own(parser: ArgumentParser, table: Mapping[str, Entry], defaults: Mapping[str, object]) -> None:

@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from thinwire_trainer.errors import RunError
 
@@ -42,6 +43,14 @@ def insist_on_gpu() -> None:
 def uses_gpu() -> bool:
     """Whether this process computes on a GPU: one that it could use, but does not, has nothing of the run."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def pinned(parts: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+    """Parts of a batch for a GPU to fetch while it computes, pinned there, as a reading thread would wake the first."""
+    if device.type != "cuda":
+        return list(parts)
+    with torch.cuda.device(device):
+        return [part.pin_memory() for part in parts]
 
 
 def clock_of(device: torch.device) -> Clock:

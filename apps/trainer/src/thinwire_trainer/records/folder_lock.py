@@ -14,7 +14,6 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from communicators import Communicator
@@ -25,15 +24,6 @@ from thinwire_trainer.records.durable import naming
 
 NAME = "lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # this file system has none
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lock, as the file says."""
-
-    host: str
-    pid: int
-    since: str
 
 
 @contextmanager
@@ -91,7 +81,8 @@ def _share(descriptor: int) -> None:
 
 def _signed(path: Path, descriptor: int) -> str:
     """Writes this process into the file; returns its content."""
-    record = json.dumps(asdict(Holder(platform.node(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))))
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    record = json.dumps({"host": platform.node(), "pid": os.getpid(), "since": since})
     with naming(path):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, record.encode(), 0)
@@ -128,17 +119,18 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _holder(descriptor: int) -> Holder | None:
-    """Who the file names; None for nobody, or for what no run has written."""
+def _holder(descriptor: int) -> str:
+    """Who the file names; "" for nobody, or for what no run has written."""
     try:
-        holder = Holder(**json.loads(os.pread(descriptor, 4096, 0)))
-    except (ValueError, TypeError):
-        return None
-    return holder if isinstance(holder.host, str) and isinstance(holder.pid, int) else None
+        found = json.loads(os.pread(descriptor, 4096, 0))
+        host, pid, since = found["host"], found["pid"], found["since"]
+    except (ValueError, TypeError, KeyError):
+        return ""
+    return f"process {pid} on {host} since {since}" if isinstance(host, str) and isinstance(pid, int) else ""
 
 
-def _in_use(path: Path, holder: Holder | None) -> RunError:
-    who = f"process {holder.pid} on {holder.host} since {holder.since}" if holder else "another process"
+def _in_use(path: Path, holder: str) -> RunError:
+    who = holder or "another process"
     return RunError(
         f"{path.parent} is in use by {who}: wait until it ends, stop it, or give another folder with --output"
     )

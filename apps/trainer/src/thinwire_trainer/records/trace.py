@@ -24,17 +24,8 @@ class Trace:
     of its own where the run ends before all ranks have met.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        records: bool = True,
-        writes: bool = True,
-        skipped: int = SKIPPED,
-        recorded: int = RECORDED,
-    ) -> None:
-        self.path, self._records, self._writes = path, records, writes
-        self._begins, self._ends, self._steps = skipped, skipped + recorded, 0
+    def __init__(self, path: Path, *, records: bool = True, writes: bool = True) -> None:
+        self.path, self._records, self._writes, self._steps = path, records, writes, 0
         self._running: profile | None = None
         self._recorded: profile | None = None
         self._shared = False
@@ -44,10 +35,10 @@ class Trace:
         self._steps += 1
         if self._shared:
             self._recorded = None
-        elif self._records and self._steps == self._begins:
+        elif self._records and self._steps == SKIPPED:
             self._running = tracing.recording()
             self._running.start()
-        elif self._steps == self._ends:
+        elif self._steps == SKIPPED + RECORDED:
             self._stop()
 
     def share(self, comm: Communicator, *, last: bool) -> None:

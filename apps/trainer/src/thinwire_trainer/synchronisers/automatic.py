@@ -95,9 +95,9 @@ def _named(options: Options, found: Mapping[str, Any], table: Mapping[str, Synch
     entry.check(own, workers)
     usual = {} if options.momentum_said else {**optimizer_defaults(entry, options.optimizer), **found}
     momentum = usual.get("momentum", options.momentum)
-    of_the_app = [flag for flag in options.own_flags if flag.name in options.app]
-    flags = (*entry.flags, *of_the_app)
-    return replace(options, algorithm=str(found["algorithm"]), momentum=momentum, own=own, own_flags=flags)
+    others = [flag for flag in options.declared if flag.name not in options.own]
+    flags = (*others, *entry.flags)
+    return replace(options, algorithm=str(found["algorithm"]), momentum=momentum, own=own, declared=flags)
 
 
 def _read(flag: Flag, value: object) -> Any:

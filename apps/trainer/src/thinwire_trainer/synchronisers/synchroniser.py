@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, allreduce
-from replicas import MuonAdamW
+from replicas import MuonAdamW, restored
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -151,13 +151,10 @@ def averaged_buffers(model: nn.Module, comm: Communicator) -> Iterator[None]:
     if not buffers:
         yield
         return
-    own = [buffer.clone() for buffer in buffers]
-    mean = allreduce(torch.cat([buffer.double().flatten() for buffer in buffers]), comm, average=True)
-    _fill(buffers, torch.split(mean, [buffer.numel() for buffer in buffers]))
-    try:
+    with restored(buffers):
+        mean = allreduce(torch.cat([buffer.double().flatten() for buffer in buffers]), comm, average=True)
+        _fill(buffers, torch.split(mean, [buffer.numel() for buffer in buffers]))
         yield
-    finally:
-        _fill(buffers, own)
 
 
 def _fill(buffers: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

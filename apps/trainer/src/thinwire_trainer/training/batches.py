@@ -1,9 +1,8 @@
 """Batches of a rank: who trains on which samples, who tests which, with which random numbers; reading them ahead."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
@@ -157,18 +156,12 @@ def ahead(read: Callable[[Any], Any], shard: Sequence[Any], *, readers: int) -> 
         yield from map(read, shard)
         return
     requests, pending = iter(shard), deque[Future[Any]]()
-    with _threads(readers) as submit:
-        pending.extend(submit(read, name) for name in islice(requests, readers + 1))
+    pool = ThreadPoolExecutor(readers, thread_name_prefix="reader")
+    try:
+        pending.extend(pool.submit(read, name) for name in islice(requests, readers + 1))
         while pending:
             batch = pending.popleft().result()
-            pending.extend(submit(read, name) for name in islice(requests, 1))
+            pending.extend(pool.submit(read, name) for name in islice(requests, 1))
             yield batch
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[Callable[..., Future[Any]]]:
-    pool = ThreadPoolExecutor(count, thread_name_prefix="reader")
-    try:
-        yield pool.submit
     finally:
         pool.shutdown(cancel_futures=True)

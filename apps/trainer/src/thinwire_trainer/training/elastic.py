@@ -14,7 +14,7 @@ from thinwire_trainer.agreement import all_or_none, gather_texts
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.training.batches import SAMPLES, SHUFFLE, derived_seed, train_input
-from thinwire_trainer.training.loop import Training, end, end_epoch, report, save_if_due, train_step
+from thinwire_trainer.training.loop import Training, end, end_epoch, report, save_if_due, take_step
 from thinwire_trainer.training.replica import Position, Totals
 
 State = dict[str, Any]
@@ -92,8 +92,7 @@ def train_elastic(training: Training, world: Elastic, course: Course) -> None:
 
 def train_epoch(training: Training, world: Elastic, course: Course) -> None:
     """The rest of the epoch. Nothing is read ahead: what a rank has drawn it must train on."""
-    replica, options, task = training.replica, training.options, training.task
-    epoch = replica.position.epoch
+    options, task, epoch = training.options, training.task, training.replica.position.epoch
     seed = derived_seed(options.seed, SAMPLES, epoch)
     batches = world.deal(
         range(task.train_size),
@@ -104,14 +103,7 @@ def train_epoch(training: Training, world: Elastic, course: Course) -> None:
     )
     with training.phases.forward_of(task.model):
         for indices in batches:
-            began = training.clock()
-            loss = train_step(training, train_input(task, [indices], seed=seed, readers=0), samples=len(indices))
-            replica.position.step += 1
-            training.progress.step(training.steps, loss)
-            training.publish()
-            replica.totals.seconds += training.clock() - began
-            if training.trace:
-                training.trace.step()
+            take_step(training, train_input(task, [indices], seed=seed, readers=0), samples=len(indices))
 
 
 def close_epoch(training: Training, world: Elastic) -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from thinwire_trainer.command_line.options import Options
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LambdaLR
@@ -44,21 +46,11 @@ def factor(step: int, *, total_steps: int, warmup_steps: int, shape: Callable[[f
     return warmup * shape(min(1.0, step / total_steps))
 
 
-def rate_schedule(
-    optimizer: Optimizer,
-    *,
-    steps_per_epoch: int,
-    epochs: int,
-    warmup_epochs: float,
-    shape: str,
-    drops: Sequence[int] | None = None,
-) -> LambdaLR:
-    """A scheduler to be stepped after every optimizer step; its state is part of a checkpoint.
-
-    drops: the epochs of `milestones`, in the place of a shape.
-    """
+def rate_schedule(optimizer: Optimizer, options: Options, *, steps_per_epoch: int) -> LambdaLR:
+    """A scheduler to be stepped after every optimizer step; its state is part of a checkpoint."""
     from torch.optim.lr_scheduler import LambdaLR
 
-    total, warmup = epochs * steps_per_epoch, round(warmup_epochs * steps_per_epoch)
-    curve = milestones(drops, of=epochs) if drops else SHAPES[shape]
+    epochs, drops = options.max_epochs, options.milestones
+    total, warmup = epochs * steps_per_epoch, round(options.warmup_epochs * steps_per_epoch)
+    curve = milestones(drops, of=epochs) if drops else SHAPES[options.lr_schedule]
     return LambdaLR(optimizer, lambda step: factor(step, total_steps=total, warmup_steps=warmup, shape=curve))

@@ -112,21 +112,27 @@ def train_epoch(training: Training) -> int:
     stopped_by = 0
     with training.phases.forward_of(training.task.model), read as batches_read:
         for name in rest:
-            began = training.clock()
-            loss = train_step(training, batches_read, samples=weight_of(batches, name))
-            position.step += 1
-            training.progress.step(position.scheduled(training.steps_per_epoch), loss)
-            training.publish()
-            stopped_by = training.stop.after(training.steps) if training.stop else 0
-            training.replica.totals.seconds += training.clock() - began
-            if training.trace:
-                training.trace.step()
+            stopped_by = take_step(training, batches_read, samples=weight_of(batches, name))
             if position.step < len(shard):  # the end of an epoch is saved after its evaluation
                 save_if_due(training)
                 if stopped_by:
                     stop(training, stopped_by)
     synchroniser = training.replica.synchroniser
     end(training, synchroniser.finish if position.epoch + 1 == options.max_epochs else synchroniser.settle)
+    return stopped_by
+
+
+def take_step(training: Training, read: Iterator[Any], *, samples: int) -> int:
+    """One step of the run, counted, timed and told; returns the signal by which all ranks stop after it, or 0."""
+    began, position = training.clock(), training.replica.position
+    loss = train_step(training, read, samples=samples)
+    position.step += 1
+    training.progress.step(position.scheduled(training.steps_per_epoch), loss)
+    training.publish()
+    stopped_by = training.stop.after(training.steps) if training.stop else 0
+    training.replica.totals.seconds += training.clock() - began
+    if training.trace:
+        training.trace.step()
     return stopped_by
 
 
