@@ -187,10 +187,11 @@ class PartialAllreduce:
         self.calls = self.called = False
         self.changes: str | None = None
         self._answered, self._waiting = set[int](), set[int]()
-        self._closed, self._closing, self._sent_before = False, frozenset[int](), self.comm.bytes_sent
+        self._closed, self._closing = False, frozenset[int]()
         self._data = None if self._shrinks else self.comm.duplicate()
         with self._lock:  # signals of faster ranks may come before this one has returned
             self._signals = self.comm.signals(self._on_signal)
+        self._sent_before = self.comm.bytes_sent
 
     @property
     def round(self) -> int:
