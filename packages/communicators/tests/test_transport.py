@@ -460,6 +460,24 @@ def unsent(comms):
     return [one for one in list(engine()._driven) if isinstance(one, sends.UnsentMessages) and one.control in controls]
 
 
+def test_the_thread_of_one_that_retires_drives_nothing(monkeypatch):
+    """Where the engine has no thread, as with an MPI that bears one alone, the caller's drives all work."""
+    monkeypatch.setattr(transport_communicator, "RETIRE_SECONDS", 0.05)
+    drivers, comm = [], ranks(2)[0]
+
+    class Unsent(sends.UnsentMessages):
+        def advance(self):
+            drivers.append(threading.current_thread())
+            return True
+
+    comm.engine = Engine()
+    comm.engine.inline = True
+    comm.engine.add(Unsent(comm.control, []))
+    comm.retire()
+    assert soon(lambda: comm.closed)
+    assert drivers == []
+
+
 def test_rounds_and_calls_do_not_wait_for_receipts(receipts):
     """Over TCP they come one α after the message."""
     comms = ranks(4)

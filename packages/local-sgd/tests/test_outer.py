@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld, allreduce
+from communicators import CollectiveError, Elastic, SimulatedWorld, allreduce
 from local_sgd import DiLoCo, StreamingDiLoCo
 
 pytestmark = pytest.mark.quick
@@ -96,9 +96,10 @@ def test_bad_outers(quadratic, saved):
             make(task, comm, 3)
         with pytest.raises(TypeError, match=r"outer_scheduler is 3, expected what makes a scheduler"):
             make(task, comm, OUTERS["adam"], outer_scheduler=3)
-        with pytest.raises(AttributeError) as error:
-            make(task, comm, OUTERS["adam"], allreduce=lambda sent, comm: sent.indices)
-        assert "allreduce=, without compress=, makes rounds" in error.value.__notes__[0]
+        for group, no_rounds in ((comm, lambda sent, comm: sent.indices), (Elastic(comm), lambda sent, comm: "a sum")):
+            with pytest.raises(AttributeError) as error:
+                make(task, group, OUTERS["adam"], allreduce=no_rounds)
+            assert "allreduce=, without compress=, makes rounds" in error.value.__notes__[0]
         with pytest.raises(ValueError, match=r"the outer optimizer lacks \['c'\]"):
             make(task, comm, lambda parameters: torch.optim.SGD(parameters[:-1], lr=0.7))
         plain, scheduled = make(task, comm, OUTERS["adam"]), make(task, comm, OUTERS["adam"], outer_scheduler=decaying)

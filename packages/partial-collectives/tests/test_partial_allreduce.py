@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce
 from partial_collectives.protocol.events import Kind
+from ranks_on_threads import on_all, ranks
 
 pytestmark = pytest.mark.quick
 
@@ -473,6 +476,18 @@ NO_SUM = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m
 def test_tensors_that_do_not_add_are_refused(like):
     with pytest.raises(TypeError, match="expected dense tensors of a dtype that adds"):
         PartialAllreduce([torch.zeros(1), like], Alone())
+
+
+def test_memory_of_what_gives_the_sizes_is_not_kept():
+    def body(comm):
+        like = torch.zeros(3)
+        kept = weakref.ref(like)
+        PartialAllreduce(like, comm)  # the engine holds its signals, as it is not closed
+        del like
+        gc.collect()
+        return kept() is None
+
+    assert all(on_all(ranks(2), body))
 
 
 @pytest.mark.parametrize("number", [True, -1, 1.0, "1"])

@@ -9,6 +9,7 @@ from communicators import Dies, Elastic, Link, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, PartialAllreduce
+from ranks_on_threads import on_all, ranks
 
 pytestmark = pytest.mark.quick
 
@@ -88,6 +89,14 @@ def test_rounds_under_way_while_this_rank_computes_are_hidden():
 
     for stats in SimulatedWorld(2, link=Link(alpha=1.0, beta=0.0)).run(body):
         assert stats["seconds_waited"] < 1.0 < stats["seconds_hidden"] < 60.0
+
+
+def test_bytes_count_from_when_it_is_made():
+    def body(comm):
+        with PartialAllreduce(torch.zeros(NUMEL), comm) as partial:
+            return partial.stats()["bytes_sent"]
+
+    assert on_all(ranks(2), body) == [0, 0]  # not the barriers by which its communicators are made
 
 
 @pytest.mark.parametrize("compress", [None, "int4"])

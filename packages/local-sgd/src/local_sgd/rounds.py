@@ -114,9 +114,15 @@ class OuterRounds(Driver):
 
     def enter(self) -> None:
         """Makes the rounds, which are all that is exchanged, with all other ranks."""
-        if self._elastic is None:
-            self._fixed = self._made(self.comm)
-        self.regrouped()
+        try:
+            if self._elastic is None:
+                self._fixed = self._made(self.comm)
+            self.regrouped()
+        except (AttributeError, TypeError) as error:
+            error.add_note(
+                "allreduce=, without compress=, makes rounds; a sum of what a compressor sends goes with a compressor"
+            )
+            raise
         self._used = False
 
     @property
@@ -125,13 +131,7 @@ class OuterRounds(Driver):
 
     def _made(self, comm: Communicator) -> Any:
         like = [[part["anchor"] for part in fragment.parts] for fragment in self.fragments]
-        try:
-            return self._make(like, comm, **({"weighted": True} if self._weighted else {}))
-        except (AttributeError, TypeError) as error:
-            error.add_note(
-                "allreduce=, without compress=, makes rounds; a sum of what a compressor sends goes with a compressor"
-            )
-            raise
+        return self._make(like, comm, **({"weighted": True} if self._weighted else {}))
 
     def regrouped(self) -> None:
         """Has the others, and newcomers, meet in new rounds."""

@@ -20,14 +20,18 @@ INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Like:
-    """Tensors, by fragment, of which sums have the shapes. TypeError or ValueError for what does not add."""
+    """Tensors, by fragment, of which sums have the shapes. TypeError or ValueError for what does not add.
+
+    Each is kept as one element in its shape: the engine holds rounds until they are closed, not the user's memory.
+    """
 
     def __init__(self, like: Tensors | Sequence[Sequence[Tensor]], compress: str | None) -> None:
         of, self._one = _listed(like), isinstance(like, Tensor)
         several = of and all(isinstance(each, list | tuple) for each in of)
-        self.fragments: list[list[Tensor]] = [list(each) for each in of] if several else [of]
-        for each in self.fragments:
+        fragments: list[Sequence[Tensor]] = of if several else [of]
+        for each in fragments:
             _check_like(each, compress)
+        self.fragments = [[one.new_empty(()).expand(one.shape) for one in each] for each in fragments]
 
     def __repr__(self) -> str:
         return " | ".join(", ".join(f"{tuple(one.shape)} {one.dtype}" for one in each) for each in self.fragments)

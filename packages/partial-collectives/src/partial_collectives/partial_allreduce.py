@@ -148,11 +148,12 @@ class PartialAllreduce:
             raise TypeError(f"weighted is {weighted!r}, expected True or False")
         self.comm = as_communicator(comm)
         rank, size, fragments = self.comm.rank, self.comm.size, len(self._like.fragments)
-        if self.comm.hasty and isinstance(quorum, int):
+        outlives_ranks, hasty = self.comm.outlives_ranks, self.comm.hasty
+        if hasty and isinstance(quorum, int):
             quorum = min(quorum, size)  # of a group that others may have left
         self._grace = parsed_grace(grace)
         rules = check_rules(quorum, max_staleness, any(self._grace), seed, size, fragments=fragments)
-        self._shrinks = shrinks = goes_on_after_death(on_death, self.comm)
+        self._shrinks = shrinks = goes_on_after_death(on_death, outlives_ranks=outlives_ranks, hasty=hasty)
         settings = f"quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {shrinks=}, {weighted=}"
         facts = f"PartialAllreduce({self._like}; {settings}{f', {compress=}' if compress else ''})"
         run(schedules.barrier(rank, size), self.comm, facts=facts)
@@ -187,10 +188,11 @@ class PartialAllreduce:
         self.calls = self.called = False
         self.changes: str | None = None
         self._answered, self._waiting = set[int](), set[int]()
-        self._closed, self._closing, self._sent_before = False, frozenset[int](), self.comm.bytes_sent
+        self._closed, self._closing = False, frozenset[int]()
         self._data = None if self._shrinks else self.comm.duplicate()
         with self._lock:  # signals of faster ranks may come before this one has returned
             self._signals = self.comm.signals(self._on_signal)
+        self._sent_before = self.comm.bytes_sent
 
     @property
     def round(self) -> int:

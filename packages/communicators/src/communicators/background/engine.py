@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import sys
 import threading
@@ -144,10 +143,13 @@ class Engine:
             time.sleep(BUSY_SECONDS)
             self._advance_all()
 
-    def drain(self, kind: Callable[[Driven], bool] = lambda _: True, seconds: float = math.inf) -> None:
-        """Waits at most `seconds` until no work of this kind lingers; drives it where the engine's thread has ended."""
-        end = time.monotonic() + seconds
-        while any(one.lingers and kind(one) for one in list(self._driven)) and time.monotonic() < end:
+    def busy(self, kind: Callable[[Driven], bool]) -> bool:
+        """Whether work of this kind lingers."""
+        return any(driven.lingers and kind(driven) for driven in list(self._driven))
+
+    def drain(self, kind: Callable[[Driven], bool] = lambda _: True) -> None:
+        """Waits until no work of this kind lingers, in the calling thread where the engine's has ended."""
+        while self.busy(kind):
             if not self.drives:
                 self._advance_all()
                 self._listen()

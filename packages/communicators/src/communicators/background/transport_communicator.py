@@ -23,7 +23,7 @@ from communicators import errors
 from communicators.background.agreement import agreement
 from communicators.background.call import Call, NativeSum
 from communicators.background.control import ABORT_SECONDS, TIMED_OUT, Control, RequestedAbort, depart
-from communicators.background.engine import Driven, engine
+from communicators.background.engine import SPIN_SECONDS, Driven, engine
 from communicators.background.sends import GRACE_SECONDS, UnsentMessages
 from communicators.background.signals import TransportSignals
 from communicators.background.streams import SideStream, SideStreams, owned_here, with_index
@@ -426,7 +426,9 @@ class TransportCommunicator(Communicator):
         return isinstance(driven, UnsentMessages) and driven.control is self.control
 
     def _retire(self) -> None:
-        self.engine.drain(self._is_unsent, RETIRE_SECONDS)
+        end = time.monotonic() + RETIRE_SECONDS
+        while self.engine.busy(self._is_unsent) and time.monotonic() < end:
+            time.sleep(SPIN_SECONDS)  # and does not drive it: another thread may, where the engine's does not
         self.engine.forget(self.control)
         depart([self.control], CLOSED, 0.0)
 

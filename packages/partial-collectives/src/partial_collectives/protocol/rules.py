@@ -5,8 +5,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from communicators import Communicator
-
 Quorum: TypeAlias = int | Literal["solo", "majority"]
 
 MAX_STALENESS = 8
@@ -78,18 +76,18 @@ def parsed_grace(grace: float | str) -> tuple[float, float]:
     return (number, 0.0) if text else (0.0, number)
 
 
-def goes_on_after_death(on_death: str | None, comm: Communicator) -> bool:
-    """Whether others go on after a death; ValueError where they cannot, or must."""
+def goes_on_after_death(on_death: str | None, *, outlives_ranks: bool, hasty: bool) -> bool:
+    """Whether others go on after a death; ValueError where they cannot, or must: see `communicators.Communicator`."""
     if on_death is None:
-        return comm.hasty
+        return hasty
     if on_death not in ("error", "shrink"):
         raise ValueError(f"on_death is {on_death!r}, expected 'error' or 'shrink'")
-    if on_death == "shrink" and not comm.outlives_ranks:
+    if on_death == "shrink" and not outlives_ranks:
         raise ValueError(
             "on_death='shrink' needs ranks that outlive one another, over a gloo group or in a simulated world; "
             "under MPI the launcher ends the whole job when a rank dies, so leave on_death='error' there"
         )
-    if on_death == "error" and comm.hasty:
+    if on_death == "error" and hasty:
         raise ValueError(
             "on_death='error' ends all ranks with the first that dies, but those of an Elastic go on: leave it out, or "
             "give a fixed group"
