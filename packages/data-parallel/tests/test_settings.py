@@ -103,6 +103,7 @@ def test_density_and_compressor():
         ({"wire": None}, TypeError, "wire is None, expected a name"),
         ({"wire": "fp8"}, ValueError, "unknown wire 'fp8'"),
         ({"wire": "int8", "algorithm": "dense"}, ValueError, "one of fp32, bf16, fp16"),
+        ({"wire": ["fp32"], "algorithm": "dense"}, ValueError, "one of fp32, bf16, fp16"),
         (
             {"algorithm": "top"},
             ValueError,

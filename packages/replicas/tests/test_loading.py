@@ -68,6 +68,13 @@ def test_a_setting_that_is_none_of_its_kind_is_refused(key, value):
         load_into(inner(fused=False), state)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_state_of_a_kind_that_torch_fills_in_is_refused(kind):
+    fresh = kind([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match=r"lacks \['amsgrad'.*, which a .*, and has \['momentum_decay'\]"):
+        load_into(fresh, torch.optim.NAdam([torch.nn.Parameter(torch.ones(2))]).state_dict())
+
+
 @pytest.mark.parametrize("error", [MemoryError, OSError, torch.OutOfMemoryError])
 def test_errors_that_are_not_the_states_stay_what_they_are(error):
     with pytest.raises(error), wholly(inner(), "an optimizer", {"state": {}}):

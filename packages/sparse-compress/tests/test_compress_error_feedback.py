@@ -187,6 +187,18 @@ def test_a_tentative_step_may_compress_a_name_twice():
     assert feedback.residual("w").tolist() == [0] * 5
 
 
+def test_a_step_that_finds_no_memory_is_not_open(monkeypatch):
+    def clone(_):
+        raise torch.OutOfMemoryError
+
+    feedback = ErrorFeedback(TopK(0.5), tentative=True)
+    monkeypatch.setattr("sparse_compress.accumulator.Accumulator.clone", clone)
+    with pytest.raises(torch.OutOfMemoryError):
+        feedback.compress("w", torch.ones(4))
+    feedback.rollback()
+    assert not feedback.residual("w").any()
+
+
 def test_rollback_needs_tentative_steps():
     with pytest.raises(RuntimeError, match="tentative=True"):
         ErrorFeedback(TopK()).rollback()

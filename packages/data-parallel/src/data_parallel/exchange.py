@@ -209,7 +209,7 @@ class Exchange:
 
     def commit_or_rollback(self) -> bool:
         """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
-        if self.flags and not self.finite():
+        if not self.finite():
             self.undo()
             return False
         dropped, self.flags = [flag for _, flag in self.flags], []

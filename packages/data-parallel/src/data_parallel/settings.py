@@ -174,7 +174,7 @@ class Settings:
             resolve(entry, wire=self.wire)
             return entry
         self._check_selects_nothing(entry.name)
-        if self.wire not in DENSE_WIRES:
+        if self.wire not in list(DENSE_WIRES):
             raise ValueError(f"wire is {self.wire!r}, expected for a dense sum one of {', '.join(DENSE_WIRES)}")
         return entry
 

@@ -105,9 +105,9 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         raise ValueError(f"the wrapped optimizer's state is not by parameter, of which it has {saved!r:.200}")
     before = optimizer.param_groups
     optimizer.load_state_dict(copy.deepcopy(dict(state)))  # torch would go on in the given tensors
-    for group, own in zip(optimizer.param_groups, before, strict=True):
-        settings = {key: held for key, held in own.items() if key in optimizer.defaults}
-        lacking, others = settings.keys() - group.keys(), group.keys() - own.keys() - SCHEDULED
+    for given, group, own in zip(state["param_groups"], optimizer.param_groups, before, strict=True):
+        settings, others = {key: own[key] for key in optimizer.defaults if key in own}, given.keys() - own - SCHEDULED
+        lacking = settings.keys() - (given if others else group)  # torch fills in those of other kinds, too
         if lacking and (others or _is_torchs(optimizer)):
             raise ValueError(
                 f"a group of the state lacks {sorted(lacking)}, which a {type(optimizer).__name__} has, and has "

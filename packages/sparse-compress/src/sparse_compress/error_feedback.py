@@ -137,9 +137,9 @@ class ErrorFeedback:
         """Begins a tentative step of a name; returns the copy that it writes to."""
         if not self._open and isinstance(self.compressor, StatefulCompressor):
             self._compressor_before = self.compressor.state_dict()
-        self._open.add(name)
         before = self._known[name]
         self._known[name], self._other[name] = self._other.get(name) or before.clone(), before
+        self._open.add(name)  # not before there was memory for it
         return self._known[name]
 
     def _selected(

@@ -84,19 +84,21 @@ class Stragglers:
         return self._found[size, every]
 
     def _last(self, size: int) -> float:
-        """Expected longest of P delays: 1 − ∏ F between one delay and the next, added up."""
-        delays, shares = self._drawn
-        return float(delays[0] + (1 - self._all_within(size, shares)[:-1]) @ delays.diff())
+        """Expected longest of P delays: 1 − ∏ F between one delay and the next, added up; ∏ F by its logarithm."""
+        drawn = self._drawn[:size]
+        logs = [many * shares.cumsum(0).log() for many, (_, shares) in zip(self._many(size), drawn, strict=False)]
+        steps = [log.diff(prepend=torch.zeros(1)) for log in logs]
+        delays, order = torch.cat([late for late, _ in drawn]).sort()
+        within = torch.cat(steps)[order].cumsum(0).exp()
+        within[delays < max(late[0] for late, _ in drawn)] = 0.0  # some rank is always later
+        return float(delays[0] + (1 - within[:-1]) @ delays.diff())
 
     def _last_mean(self, size: int, every: int) -> float:
         width, shares = self._binned
         bins = BINS * every + 1
         sums = torch.fft.irfft(torch.fft.rfft(shares, n=bins) ** every, n=bins)
-        return width * float((1 - self._all_within(size, sums)[:-1]).sum()) / every
-
-    def _all_within(self, size: int, shares: Tensor) -> Tensor:
-        """∏ F over P ranks at each delay. shares: of each delay, in increasing order, [ranks, delays]."""
-        return shares.cumsum(1).clamp(0, 1).pow(self._many(size)[:, None]).prod(0)
+        everybody = sums.cumsum(1).clamp(0, 1).pow(self._many(size)[:, None]).prod(0)
+        return width * float((1 - everybody[:-1]).sum()) / every
 
     def eager(self, size: int, quorum: str, *, compute: float, exchange: float) -> float:
         """Seconds of a step with a partial allreduce: as played, but for the luck of the draw never above waiting."""
@@ -144,18 +146,18 @@ class Stragglers:
         return {}
 
     @cached_property
-    def _drawn(self) -> tuple[Tensor, Tensor]:
-        """Seconds of all delays, in increasing order, and the share of steps with each, [ranks, delays]."""
-        delays = sorted({late for own in self.by_rank for late in own})
-        shares = [[own.get(late, 0.0) for late in delays] for own in self.by_rank]
-        return torch.tensor(delays, dtype=torch.float64), torch.tensor(shares, dtype=torch.float64)
+    def _drawn(self) -> list[Tensor]:
+        """Delays of each rank, in increasing order, and the share of steps with each, [2, delays]."""
+        drawn = [sorted((late, share) for late, share in own.items() if share) for own in self.by_rank]
+        return [torch.tensor(own, dtype=torch.float64).T for own in drawn]
 
     @cached_property
     def _binned(self) -> tuple[float, Tensor]:
         """Seconds of a bin, and the share of steps in each, [ranks, BINS + 1]."""
-        delays, shares = self._drawn
-        width = float(delays[-1]) / BINS
-        place = delays / width if width else delays
-        low = place.long().clamp(max=BINS - 1)
-        binned = shares.new_zeros(len(shares), BINS + 1).index_add_(1, low, shares * (1 - (place - low)))
-        return width, binned.index_add_(1, low + 1, shares * (place - low))
+        width = float(max(late[-1] for late, _ in self._drawn)) / BINS
+        binned = torch.zeros(len(self._drawn), BINS + 1, dtype=torch.float64)
+        for row, (late, shares) in zip(binned, self._drawn, strict=True):
+            place = late / width if width else late
+            low = place.long().clamp(max=BINS - 1)
+            row.index_add_(0, low, shares * (1 - (place - low))).index_add_(0, low + 1, shares * (place - low))
+        return width, binned
