@@ -333,7 +333,7 @@ def test_an_algorithm_that_prescribes_its_selection_replaces_the_compressor_and_
         ({"nonfinite": "ignore"}, ValueError, "expected 'raise' or 'skip'"),
         ({"algorithm": "dense", "momentum": 0.9}, ValueError, "belongs into the optimizer"),
         ({"momentum": 1.0}, ValueError, "momentum is 1.0"),
-        ({"bucket_bytes": 0}, ValueError, "expected bytes, or None, 1 or more"),
+        ({"bucket_bytes": 0}, ValueError, "expected None or a number of bytes, 1 or more"),
     ],
 )
 def test_wrong_settings(options, error, says):

@@ -152,7 +152,7 @@ class Settings:
         Raises TypeError or ValueError for settings that do not fit the algorithm, or would have no effect.
         """
         if self.algorithm == "auto":
-            if self.options:
+            if self.options not in (None, {}):
                 raise ValueError(f'"auto" chooses options too, but {self.options} was given: name their algorithm')
             resolve("gtopk", wire=self.wire)
             self._check_compressor("algorithm='auto' may take one that prescribes its selection")
@@ -198,7 +198,8 @@ def refuse_elastic(owner: str, group: Any, why: str) -> None:
 
 def check_count(name: str, value: Any, unit: str, *, least: int = 1) -> int | None:
     """A whole number from `least` on, or None; TypeError or ValueError for anything else."""
-    return None if value is None else arguments.integer(value, name, least=least, expected=f"{unit}, or None")
+    expected = f"None or a number of {unit}"
+    return None if value is None else arguments.integer(value, name, least=least, expected=expected)
 
 
 def fixed(owner: object, name: str) -> AttributeError:
