@@ -21,6 +21,9 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     for place, ((task, ranks), by_link) in zip(grid, panels.items(), strict=True):
         for axes, link in zip(place, links, strict=True):
             mine = sorted(by_link.get(link, ()), key=lambda row: row["seconds"] or float("inf"))
+            if not mine:  # not measured: an empty axis has no logarithm
+                axes.set_axis_off()
+                continue
             names = [row["way"] + (" (advised)" if row["advised"] else "") for row in mine]
             axes.barh(names, [row["seconds"] or 0.0 for row in mine], color=[COLOURS[row["library"]] for row in mine])
             axes.invert_yaxis()
