@@ -182,6 +182,18 @@ def test_nothing_is_left_of_an_ended_run(number, status, launch, tmp_path):
 
 
 @emulated
+def test_a_killed_run_that_nobody_waits_for_is_swept():
+    """It stays a zombie, as under a container's first process that reaps none."""
+    words = [sys.executable, "-m", "slow_link", "--ranks", "1", "--", "sh", "-c", "echo up; exec sleep 60"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "up\n"
+        os.kill(run.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
+        assert sweep() == [f"slowlink-{run.pid}-1-0"]
+    assert traces(run.pid) == []
+
+
+@emulated
 def test_timeout_ends_the_ranks():
     with link() as net:
         with pytest.raises(subprocess.TimeoutExpired) as raised:

@@ -123,7 +123,7 @@ def ours(number: int) -> list[str]:
 
 def sweep() -> list[str]:
     """Removes the namespaces that killed runs have left, with the processes in them, and returns their names."""
-    left = [name for name, (owner, _) in _all().items() if not Path(f"/proc/{owner}").exists()]
+    left = [name for name, (owner, _) in _all().items() if not _runs(owner)]
     for name in left:
         remove(name)
     return left
@@ -172,6 +172,14 @@ def _all() -> dict[str, tuple[int, int]]:
     names = [line.split()[0] for line in call("ip", "netns", "list").splitlines() if line.strip()]
     matches = {name: _NAME.fullmatch(name) for name in names}
     return {name: (int(match[1]), int(match[2])) for name, match in matches.items() if match}
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs: not if it is gone or, killed, a zombie that its parent does not wait for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _pids(name: str) -> list[int]:
