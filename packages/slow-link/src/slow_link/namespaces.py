@@ -92,7 +92,7 @@ def create(
     call("ip", "netns", "add", name)
     call("ip", "link", "set", tun, "netns", name, "name", DEVICE)
     buffers = f"net.ipv4.tcp_wmem=4096 16384 {buffer}", f"net.ipv4.tcp_rmem=4096 131072 {buffer}"
-    call("ip", "netns", "exec", name, "sysctl", "-qw", *_SETTINGS, *buffers)
+    call("ip", "netns", "exec", name, tool("sysctl") or "sysctl", "-qw", *_SETTINGS, *buffers)
     inside = ("ip", "-n", name)
     segments = ("gso_max_size", str(SEGMENT_BYTES)) if whole else ("gso_max_segs", "1")
     call(*inside, "link", "set", "lo", "up")
@@ -157,11 +157,16 @@ def end_processes(name: str) -> None:
         time.sleep(0.01)
 
 
+def tool(name: str) -> str | None:
+    """Path of a system tool. Debian keeps `tc` and `sysctl` in a folder that is not on a user's PATH."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+
+
 def call(*command: str) -> str:
     """Runs a command and returns its output; RuntimeError with its complaint if it failed, or is not there."""
-    if shutil.which(command[0]) is None:
+    if (found := tool(command[0])) is None:
         raise RuntimeError(f"no `{command[0]}` on the PATH (packages iproute2, procps)")
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([found, *command[1:]], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
