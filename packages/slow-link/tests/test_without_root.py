@@ -100,6 +100,12 @@ def test_tools_need_not_be_on_the_path_of_a_user(before, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@emulated
+def test_the_status_of_a_rank_that_a_signal_ended_is_a_shells():
+    words = [sys.executable, "-m", "slow_link", "--ranks", "1", "--", "sh", "-c", "kill -9 $$"]
+    assert subprocess.run(words, capture_output=True, timeout=60).returncode == 128 + 9
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
