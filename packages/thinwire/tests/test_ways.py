@@ -683,11 +683,16 @@ def test_advise_in_python():
     [
         ({"optimizer": "lion"}, "optimizer is 'lion', expected sgd, adam, adamw, muon"),
         ({"optimizer": torch.optim.Rprop([torch.zeros(2, requires_grad=True)])}, "optimizer is Rprop, expected"),
+        (
+            {"optimizer": torch.optim.Adafactor([torch.zeros(2, requires_grad=True)])},
+            "optimizer is Adafactor, .* or an SGD, Adam or AdamW of torch, or a replicas.MuonAdamW: how others learn",
+        ),
+        ({"optimizer": torch.optim.AdamW}, "optimizer is <class 'torch.optim.adamw.AdamW'>, expected"),
         ({"steps_per_second": 0}, "steps_per_second is 0, expected a number above 0"),
         ({"steps_per_second": float("nan")}, "steps_per_second is nan"),
         ({"steps_per_second": float("inf")}, "steps_per_second is inf, expected a number above 0 and finite"),
         ({"steps_per_second": 1e-320}, "steps_per_second is 1e-320, expected a number above 0 and finite"),
-        ({"link": "10mbit"}, "link is '10mbit', expected a Link"),
+        ({"link": "10mbit"}, r"link is '10mbit', expected a Link\(alpha, beta\) of seconds per message and per byte"),
         ({"ranks": None}, "ranks goes with link"),
         ({"link": None}, "ranks goes with link"),
         ({"ranks": 8.0}, "ranks is 8.0, expected a whole number"),
