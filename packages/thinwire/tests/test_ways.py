@@ -780,6 +780,8 @@ def test_an_optimizer_is_known_by_its_class(name):
 def test_commands(capsys):
     assert main([]) == 0
     assert "thinwire advise" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"thinwire {thinwire.__version__}\n"
     assert main(["teach"]) == 2
     assert "'teach' given, expected one of advise, doctor, slow-link" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
