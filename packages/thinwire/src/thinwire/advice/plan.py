@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from communicators import Communicator, Link, as_communicator
@@ -27,6 +27,7 @@ from thinwire.advice.situation import DENSITIES, LINKS, MOST_RANKS, Situation
 from thinwire.advice.stragglers import Stragglers
 from thinwire.advice.ways import DENSE, MADE, Way
 
+Model = TypeVar("Model", bound=nn.Module)
 USUAL_STEPS = 1000
 FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 """Names of their classes, which take seconds to import: fully_shard's, and the older one."""
@@ -111,8 +112,8 @@ class Plan:
         return as_text(self.situation)
 
     def apply(
-        self, model: nn.Module, optimizer: Optimizer, *, steps: int | None = None, comm: Any = None
-    ) -> tuple[nn.Module, Optimizer]:
+        self, model: Model, optimizer: Optimizer, *, steps: int | None = None, comm: Any = None
+    ) -> tuple[Model, Optimizer]:
         """Does what it says; collective over the ranks. Returns the model as it was given, and the optimizer to step.
 
         In a DDP module its hook is registered, where the way has one. The training loop stays as it is, but for what
