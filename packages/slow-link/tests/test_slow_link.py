@@ -277,6 +277,13 @@ def test_a_link_of_no_number_is_refused(kind, wrong):
         kind(ranks=2, **wrong)
 
 
+def test_a_rank_is_alone_on_its_machine():
+    """Scripts for torchrun read LOCAL_RANK."""
+    words = ["sh", "-c", "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE"]
+    done = Launcher(ranks=2).processes(words, timeout=30)
+    assert [one.stdout for one in done] == ["0 of 2, 0 of 1\n", "1 of 2, 0 of 1\n"]
+
+
 def test_a_link_is_entered_before_ranks_are_started():
     net = link()
     for early in (lambda: net.processes(["true"], timeout=5), lambda: net.darken(0)):
