@@ -182,6 +182,18 @@ def test_nothing_is_left_of_an_ended_run(number, status, launch, tmp_path):
 
 
 @emulated
+def test_a_killed_run_that_nobody_waits_for_is_swept():
+    """It stays a zombie, as under a container's first process that reaps none."""
+    words = [sys.executable, "-m", "slow_link", "--ranks", "1", "--", "sh", "-c", "echo up; exec sleep 60"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "up\n"
+        os.kill(run.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
+        assert sweep() == [f"slowlink-{run.pid}-1-0"]
+    assert traces(run.pid) == []
+
+
+@emulated
 def test_timeout_ends_the_ranks():
     with link() as net:
         with pytest.raises(subprocess.TimeoutExpired) as raised:
@@ -263,6 +275,13 @@ def test_tcp_may_have_four_times_as_much_under_way_as_fills_the_longest_path(por
 def test_a_link_of_no_number_is_refused(kind, wrong):
     with pytest.raises(ValueError, match="expected"):
         kind(ranks=2, **wrong)
+
+
+def test_a_rank_is_alone_on_its_machine():
+    """Scripts for torchrun read LOCAL_RANK."""
+    words = ["sh", "-c", "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE"]
+    done = Launcher(ranks=2).processes(words, timeout=30)
+    assert [one.stdout for one in done] == ["0 of 2, 0 of 1\n", "1 of 2, 0 of 1\n"]
 
 
 def test_a_link_is_entered_before_ranks_are_started():

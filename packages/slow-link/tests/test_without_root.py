@@ -86,6 +86,26 @@ def test_no_unshare_is_an_obstacle(monkeypatch):
     assert obstacle() == "no `unshare` on the PATH (package util-linux)"
 
 
+@emulated
+@pytest.mark.parametrize("before", [[], WITHOUT_ROOT], ids=["as it is", "without root"])
+def test_tools_need_not_be_on_the_path_of_a_user(before, tmp_path):
+    """Debian's /usr/sbin is not, where tc and sysctl are."""
+    if before and (os.geteuid() != 0 or subprocess.run([*before, "true"], capture_output=True).returncode):
+        pytest.skip("root is given up only by root, and where user namespaces are allowed")
+    for name in ("sh", "mount", "mkdir", "ip", "unshare", "true"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    words = [*before, sys.executable, "-m", "slow_link", "--ranks", "1", "--", "true"]
+    environ = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode == 0, done.stderr
+
+
+@emulated
+def test_the_status_of_a_rank_that_a_signal_ended_is_a_shells():
+    words = [sys.executable, "-m", "slow_link", "--ranks", "1", "--", "sh", "-c", "kill -9 $$"]
+    assert subprocess.run(words, capture_output=True, timeout=60).returncode == 128 + 9
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -126,6 +146,6 @@ def test_what_fails_on_the_way_is_told_in_a_line(error, said, status, capsys, mo
 
 def test_a_sweep_without_ip_says_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(command, "enter_user_namespaces", lambda: None)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     assert command.main(["sweep"]) == 2
     assert capsys.readouterr().err == "slow_link: no `ip` on the PATH (packages iproute2, procps)\n"

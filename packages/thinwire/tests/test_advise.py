@@ -9,7 +9,7 @@ from communicators import Link, as_communicator
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.prediction.calibration import MOST_MERGED, measure_handling
 from sparse_collectives.prediction.cost import Handling
-from thinwire.advice.command import main
+from thinwire.advice.command import main, parse
 from thinwire.advice.ways import WAYS, Work
 
 pytestmark = pytest.mark.quick
@@ -188,6 +188,11 @@ def test_a_link_of_one_s_own(capsys, rate, time, link):
     assert found["ranks"] == 4
 
 
+def test_times_and_shares_have_units_everywhere():
+    flags = parse(["--parameters", "1e6", "--step-seconds", "250ms", "--link", "1gbit", "--density", "1%", "0.001"])
+    assert (flags.step_seconds, flags.density) == (0.25, [0.01, 0.001])
+
+
 def test_a_link_of_one_s_own_in_words(capsys):
     assert main([*TRAINING, "--bandwidth", "2gbit", "--latency", "1.5us", "--density", "0.01"]) == 0
     assert "32 ranks, assumed to be joined by 1.5 µs a message, 2 Gbit/s" in capsys.readouterr().out
@@ -223,10 +228,11 @@ def test_one_rank_and_no_link(capsys):
         (["--parameters", "0", "--step-seconds", "1"], "whole number"),
         ([*TRAINING, "--step-seconds", "-1"], "seconds > 0"),
         ([*TRAINING, "--density", "0"], "0 < density < 1"),
-        ([*TRAINING, "--density", "1"], "0 < density < 1: at 1 nothing is selected"),
-        ([*TRAINING, "--density", "much"], "0 < density < 1"),
+        ([*TRAINING, "--density", "1"], "at 1 nothing is selected"),
+        ([*TRAINING, "--density", "much"], "0 < density < 1, such as 1% or 0.01"),
+        ([*TRAINING, "--density", "100%"], "at 1 nothing is selected"),
         ([*TRAINING, "--density", *(f"0.{n}" for n in range(101, 118))], "16 at most"),
-        ([*TRAINING, "--step-seconds", "nan"], "seconds > 0"),
+        ([*TRAINING, "--step-seconds", "nan"], "seconds > 0, a time such as 250ms"),
         ([*TRAINING, "--step-seconds", "inf"], "seconds > 0"),
         (["--parameters", "nan", "--step-seconds", "1"], "whole number"),
         (["--parameters", "inf", "--step-seconds", "1"], "10,000,000,000,000 at most"),

@@ -331,13 +331,18 @@ def test_a_density_of_one_s_own_is_advised_and_what_is_known_of_it_told():
     [
         (
             {0.001: Handling(1e-6, {}, {"gtopk": 0.0})},
-            r".* at density 0.001 \(.* of dense's time until .* advised 0\.",
+            r".* at density 0.001 \(.* of dense's time if it learns as well, what is advised 0\.\d\d\.",
+        ),
+        (
+            {0.1: Handling(1e-8, {}, dict.fromkeys(ALGORITHMS, 1.0) | {"spardl": 0.0})},
+            r"spardl .* takes 0.58 of dense's time until .* advised 0.59, which counts as just as fast, and sends more",
         ),
         ({}, "of so few elements it selects all"),
     ],
 )
 def test_why_a_density_of_one_s_own_is_set_aside(handling, said):
-    found = recommend(situation(chosen=True, handling=handling))
+    """Its time is one "until it is as good" only where that is known."""
+    found = recommend(situation(chosen=True, plain=True, handling=handling))
     assert not found.step.prediction.density < 1
     assert re.search(f"Your density was set aside: {said}", found.text)
     assert "set aside" not in recommend(situation(handling=handling)).text

@@ -661,9 +661,11 @@ def test_torchs_powersgd_is_refused_where_its_sums_may_part(one_process):
 
 
 def test_torchs_local_steps_begin_with_ddps_gradients():
-    """In `hidden` seconds of backward, and not with an average of models after every step."""
+    """In `hidden` seconds of backward, and not with an average of models after every step, nor the work of our sum."""
     large = {"shapes": assumed_shapes(25_000_000), "numel": 25_000_000}
-    steps = {s.prediction.name: s for s in situation(hidden=0.005, **large).predictions()}
+    made = situation(hidden=0.005, **large)
+    made = replace(made, work={**made.work, "dense": Work(1e-9)})
+    steps = {s.prediction.name: s for s in made.predictions()}
     torchs, ours, dense = (steps[name] for name in ("torch-local-sgd sync_every=4", "local-sgd sync_every=4", "dense"))
     assert torchs.seconds == pytest.approx(ours.seconds, rel=1e-3)
     assert torchs.mean == pytest.approx(0.1 * dense.seconds + 0.9 * torchs.seconds)
@@ -683,11 +685,16 @@ def test_advise_in_python():
     [
         ({"optimizer": "lion"}, "optimizer is 'lion', expected sgd, adam, adamw, muon"),
         ({"optimizer": torch.optim.Rprop([torch.zeros(2, requires_grad=True)])}, "optimizer is Rprop, expected"),
+        (
+            {"optimizer": torch.optim.Adafactor([torch.zeros(2, requires_grad=True)])},
+            "optimizer is Adafactor, .* or an SGD, Adam or AdamW of torch, or a replicas.MuonAdamW: how others learn",
+        ),
+        ({"optimizer": torch.optim.AdamW}, "optimizer is <class 'torch.optim.adamw.AdamW'>, expected"),
         ({"steps_per_second": 0}, "steps_per_second is 0, expected a number above 0"),
         ({"steps_per_second": float("nan")}, "steps_per_second is nan"),
         ({"steps_per_second": float("inf")}, "steps_per_second is inf, expected a number above 0 and finite"),
         ({"steps_per_second": 1e-320}, "steps_per_second is 1e-320, expected a number above 0 and finite"),
-        ({"link": "10mbit"}, "link is '10mbit', expected a Link"),
+        ({"link": "10mbit"}, r"link is '10mbit', expected a Link\(alpha, beta\) of seconds per message and per byte"),
         ({"ranks": None}, "ranks goes with link"),
         ({"link": None}, "ranks goes with link"),
         ({"ranks": 8.0}, "ranks is 8.0, expected a whole number"),
@@ -775,6 +782,8 @@ def test_an_optimizer_is_known_by_its_class(name):
 def test_commands(capsys):
     assert main([]) == 0
     assert "thinwire advise" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"thinwire {thinwire.__version__}\n"
     assert main(["teach"]) == 2
     assert "'teach' given, expected one of advise, doctor, slow-link" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:

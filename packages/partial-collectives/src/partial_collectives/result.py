@@ -1,8 +1,7 @@
 """Result of a round of a partial allreduce, the same on every rank."""
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class PartialResult:
             divided by their number.
     """
 
-    total: Tensor | list[Tensor]
+    total: Any
     round: int
     fragment: int
     contributors: tuple[int, ...]

@@ -48,7 +48,10 @@ TIME_LIMIT = fitting(float, lambda seconds: seconds > 0, "seconds above 0, such 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit status, 2 if it was not started, 124 past its time limit, 130 after Ctrl-C."""
+    """Runs the command; returns its exit status (2: not started, 124: past its time limit, 130: after Ctrl-C).
+
+    As in a shell it is 128 + n of a rank that signal n has ended.
+    """
     commands = {"check": check_command, "sweep": sweep_command}
     try:
         enter_user_namespaces()
@@ -90,7 +93,8 @@ def run_command(argv: Sequence[str]) -> int:
     with SlowLink(ranks=found.ranks, ports=ports, congestion=options.congestion) as link:
         print(link.describe(), file=sys.stderr, flush=True)
         done = found.run(link, timeout=options.timeout)
-    return next((one.returncode for one in done if one.returncode), 0)
+    code = next((one.returncode for one in done if one.returncode), 0)
+    return code if code >= 0 else 128 - code
 
 
 def check_command(argv: Sequence[str]) -> int:

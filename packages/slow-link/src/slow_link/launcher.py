@@ -141,6 +141,8 @@ class Launcher:
     def processes(self, command: Sequence[str], *, timeout: float, capture: bool = True) -> list[CompletedProcess[str]]:
         """Runs the command as one process per rank; `dist.init_process_group("gloo")` needs no other arguments there.
 
+        Each is alone on its machine, as under `torchrun`: its LOCAL_RANK is 0.
+
         Args:
             command: Command of every rank.
             timeout: Time limit in seconds; once a rank has failed, the others get ten more.
@@ -149,7 +151,7 @@ class Launcher:
         Raises:
             subprocess.TimeoutExpired: The command took longer, and was ended.
         """
-        store = {**self.store(), "WORLD_SIZE": str(self.ranks)}
+        store = {**self.store(), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         commands = [[*self.prefix(rank), *command] for rank in range(self.ranks)]
         environments = [{**store, "RANK": str(rank)} for rank in range(self.ranks)]
         return self._run(commands, environments, timeout, capture, launchers=False)

@@ -28,8 +28,8 @@ def missing() -> list[str]:
     """
     if sys.platform != "linux":
         return [f"network namespaces need Linux, this is {sys.platform}"]
-    tools = [tool for tool in ("ip", "tc", "sysctl") if shutil.which(tool) is None]
-    lacking = [f"no `{tool}` on the PATH (packages iproute2, procps)" for tool in tools]
+    tools = [name for name in ("ip", "tc", "sysctl") if namespaces.tool(name) is None]
+    lacking = [f"no `{name}` on the PATH (packages iproute2, procps)" for name in tools]
     if os.geteuid() != 0:
         reason = obstacle()
         lacking.append(f"network namespaces need root, and {reason}" if reason else NOT_ENTERED)

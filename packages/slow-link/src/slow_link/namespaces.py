@@ -92,7 +92,7 @@ def create(
     call("ip", "netns", "add", name)
     call("ip", "link", "set", tun, "netns", name, "name", DEVICE)
     buffers = f"net.ipv4.tcp_wmem=4096 16384 {buffer}", f"net.ipv4.tcp_rmem=4096 131072 {buffer}"
-    call("ip", "netns", "exec", name, "sysctl", "-qw", *_SETTINGS, *buffers)
+    call("ip", "netns", "exec", name, tool("sysctl") or "sysctl", "-qw", *_SETTINGS, *buffers)
     inside = ("ip", "-n", name)
     segments = ("gso_max_size", str(SEGMENT_BYTES)) if whole else ("gso_max_segs", "1")
     call(*inside, "link", "set", "lo", "up")
@@ -123,7 +123,7 @@ def ours(number: int) -> list[str]:
 
 def sweep() -> list[str]:
     """Removes the namespaces that killed runs have left, with the processes in them, and returns their names."""
-    left = [name for name, (owner, _) in _all().items() if not Path(f"/proc/{owner}").exists()]
+    left = [name for name, (owner, _) in _all().items() if not _runs(owner)]
     for name in left:
         remove(name)
     return left
@@ -157,11 +157,16 @@ def end_processes(name: str) -> None:
         time.sleep(0.01)
 
 
+def tool(name: str) -> str | None:
+    """Path of a system tool. Debian keeps `tc` and `sysctl` in a folder that is not on a user's PATH."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+
+
 def call(*command: str) -> str:
     """Runs a command and returns its output; RuntimeError with its complaint if it failed, or is not there."""
-    if shutil.which(command[0]) is None:
+    if (found := tool(command[0])) is None:
         raise RuntimeError(f"no `{command[0]}` on the PATH (packages iproute2, procps)")
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([found, *command[1:]], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
@@ -172,6 +177,14 @@ def _all() -> dict[str, tuple[int, int]]:
     names = [line.split()[0] for line in call("ip", "netns", "list").splitlines() if line.strip()]
     matches = {name: _NAME.fullmatch(name) for name in names}
     return {name: (int(match[1]), int(match[2])) for name, match in matches.items() if match}
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs: not if it is gone or, killed, a zombie that its parent does not wait for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _pids(name: str) -> list[int]:

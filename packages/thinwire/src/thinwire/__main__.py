@@ -5,7 +5,8 @@
     thinwire slow-link --rate 100mbit --delay 1ms -- torchrun --nproc-per-node 2 train.py
     thinwire top localhost:9464
 
-Each has a --help of its own. `python -m thinwire` is the same, for mpiexec and torchrun.
+Each has a --help of its own; `thinwire --version` says which this is. `python -m thinwire` is the same, for mpiexec and
+torchrun.
 """
 
 import os
@@ -17,6 +18,7 @@ from slow_link.__main__ import main as slow_link
 from thinwire.advice.command import main as advise
 from thinwire.doctor.command import main as doctor
 from thinwire.top.command import main as top
+from thinwire.version import __version__
 
 COMMANDS = {"advise": advise, "doctor": doctor, "slow-link": slow_link, "top": top}
 
@@ -26,6 +28,9 @@ def main(argv: Sequence[str]) -> int:
     name, *given = argv or ["--help"]
     if name in COMMANDS:
         return COMMANDS[name](given)
+    if name == "--version":
+        print(f"thinwire {__version__}")
+        return 0
     wrong = name not in ("-h", "--help")
     said = f"thinwire: {name!r} given, expected one of {', '.join(COMMANDS)}\n" if wrong else ""
     print(f"{said}{__doc__}", end="", file=sys.stderr if wrong else sys.stdout)

@@ -57,7 +57,8 @@ def quantity(expected: str, least: float, most: float, *, units: Units = ALONE, 
     return parsed
 
 
-SHARE = quantity("0 < share <= 1, such as 5% or 0.05", sys.float_info.min, 1, units={"": 1.0, "%": 0.01})
+SHARES = {"": 1.0, "%": 0.01}
+SHARE = quantity("0 < share <= 1, such as 5% or 0.05", sys.float_info.min, 1, units=SHARES)
 DELAY = quantity("seconds > 0, a time such as 300ms", sys.float_info.min, sys.float_info.max, units=TIMES)
 MEASURED = "measured"
 
@@ -74,8 +75,13 @@ def late(text: str) -> tuple[float, float] | str:
 
 PARAMETERS = quantity("a whole number of 1 or more, 10,000,000,000,000 at most", 1, 10**13, whole=True)
 RANKS = quantity(f"2 or more, {MOST_RANKS:,} at most: one rank exchanges nothing", 2, MOST_RANKS, whole=True)
-STEP_SECONDS = quantity("seconds > 0", sys.float_info.min, sys.float_info.max)
-DENSITY = quantity("0 < density < 1: at 1 nothing is selected", sys.float_info.min, math.nextafter(1, 0))
+STEP_SECONDS = quantity("seconds > 0, a time such as 250ms", sys.float_info.min, sys.float_info.max, units=TIMES)
+DENSITY = quantity(
+    "0 < density < 1, such as 1% or 0.01: at 1 nothing is selected",
+    sys.float_info.min,
+    math.nextafter(1, 0),
+    units=SHARES,
+)
 BANDWIDTH = quantity("1kbit to 100tbit, a rate such as 1gbit (a number alone is Gbit/s)", 1e-6, 1e5, units=RATES)
 LATENCY = quantity("0 to 60 s, a time such as 50us or 30ms (a number alone is seconds)", 0, 60, units=TIMES)
 

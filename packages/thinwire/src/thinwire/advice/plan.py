@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from communicators import Communicator, Link, as_communicator
@@ -27,6 +27,7 @@ from thinwire.advice.situation import DENSITIES, LINKS, MOST_RANKS, Situation
 from thinwire.advice.stragglers import Stragglers
 from thinwire.advice.ways import DENSE, MADE, Way
 
+Model = TypeVar("Model", bound=nn.Module)
 USUAL_STEPS = 1000
 FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 """Names of their classes, which take seconds to import: fully_shard's, and the older one."""
@@ -54,7 +55,7 @@ def advise(
     Args:
         model: Its parameters' shapes and device count; not in FSDP. torch's own ways are advised only in DDP.
         steps_per_second: Of one rank that trains alone.
-        optimizer: "sgd", "adam", "adamw" or "muon", or one of these, with which you train.
+        optimizer: "sgd", "adam", "adamw" or "muon", or the SGD, Adam, AdamW or MuonAdamW with which you train.
         link: A name that `thinwire advise --help` lists, or a `communicators.Link`; default: measured, by all ranks.
         ranks: With `link`: how many there will be.
         density: One or several that are considered; yours are advised if faster, even if they are known to learn worse.
@@ -111,8 +112,8 @@ class Plan:
         return as_text(self.situation)
 
     def apply(
-        self, model: nn.Module, optimizer: Optimizer, *, steps: int | None = None, comm: Any = None
-    ) -> tuple[nn.Module, Optimizer]:
+        self, model: Model, optimizer: Optimizer, *, steps: int | None = None, comm: Any = None
+    ) -> tuple[Model, Optimizer]:
         """Does what it says; collective over the ranks. Returns the model as it was given, and the optimizer to step.
 
         In a DDP module its hook is registered, where the way has one. The training loop stays as it is, but for what
@@ -203,7 +204,8 @@ def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int |
     expected = "a number above 0 and finite, as the seconds of a step"
     arguments.number(speed, "steps_per_second", expected, lambda given: given > 0 and 0 < 1 / given < math.inf)
     if link is not None and not isinstance(link, Link) and link not in LINKS:
-        return f"link is {link!r}, expected a Link(alpha, beta), None, or one of {', '.join(LINKS)}"
+        own = "a Link(alpha, beta) of seconds per message and per byte (1 Gbit/s is 8e-9)"
+        return f"link is {link!r}, expected {own}, None, or one of {', '.join(LINKS)}"
     if (link is None) != (ranks is None):
         return "ranks goes with link: both of an assumed network, or neither where ranks are running"
     if ranks is not None and not (isinstance(ranks, int) and 2 <= ranks <= MOST_RANKS):
@@ -272,8 +274,11 @@ def _named(optimizer: str | Optimizer) -> str:
         optimizer if isinstance(optimizer, str) else next((n for kind, n in KINDS if isinstance(optimizer, kind)), None)
     )
     if name not in OPTIMIZERS:
-        given = repr(optimizer) if isinstance(optimizer, str) else type(optimizer).__name__
-        raise ValueError(f"optimizer is {given}, expected {', '.join(OPTIMIZERS)}, or torch's of that name")
+        given = repr(optimizer) if isinstance(optimizer, str | type) else type(optimizer).__name__
+        raise ValueError(
+            f"optimizer is {given}, expected {', '.join(OPTIMIZERS)}, or an SGD, Adam or AdamW of torch, or a "
+            "replicas.MuonAdamW: how others learn was not measured"
+        )
     return name
 
 

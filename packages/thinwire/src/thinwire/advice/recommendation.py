@@ -62,7 +62,7 @@ def recommend(situation: Situation) -> Recommendation:
     passed = [s for s in steps if s.mean < eligible[0].mean and s not in eligible]
     faster = "accuracy" if passed else "fastest" if taken is eligible[0] else "as fast"
     rule = faster if worthwhile else "not worthwhile"
-    set_aside = _set_aside([*eligible, *steps], taken, dense) if situation.chosen else []
+    set_aside = _set_aside(situation, [*eligible, *steps], taken, dense) if situation.chosen else []
     reason = " ".join([_reason(rule, p, other), *set_aside, *_passed_over(situation, passed)])
     advice, *lines = _use(situation, taken, dense) if worthwhile else _leave_off(situation, dense, best)
     return Recommendation(taken, rule, reason, other, "\n".join([advice, reason, *lines]))
@@ -116,7 +116,7 @@ def _learns(situation: Situation, p: Prediction) -> int:
     return WELL if found.most <= MOST_BEHIND and found.pace else BADLY
 
 
-def _set_aside(steps: list[Step], taken: Step, dense: float) -> list[str]:
+def _set_aside(situation: Situation, steps: list[Step], taken: Step, dense: float) -> list[str]:
     """Reason why none of the user's densities was taken; steps: the first selection is spoken of."""
     if _selects(taken.prediction):
         return []
@@ -124,7 +124,9 @@ def _set_aside(steps: list[Step], taken: Step, dense: float) -> list[str]:
     if own is None:
         return ["Your density was set aside: of so few elements it selects all."]
     takes, advised = (f"{step.until / dense:.2f}" for step in (own, taken))
-    until = f"takes {takes} of dense's time until it is as good, what is advised {advised}"
+    good = "until it is as good" if _learns(situation, own.prediction) == WELL else "if it learns as well"
+    more = ", which counts as just as fast, and sends more" if own.until <= taken.until else ""
+    until = f"takes {takes} of dense's time {good}, what is advised {advised}{more}"
     return [f"Your density was set aside: {_named(own)} {until}."]
 
 

@@ -31,9 +31,9 @@ TIMES = ("select ms", "network ms", "merge ms", "later ms", "mean ms")
 EXCHANGE = ("algorithm", "options", "density", "wire", "nbytes", "rounds")
 HEADER = ("algorithm", "density", "wire", "sent", "rounds", *TIMES, "steps", "speed-up", "behind")
 LEGEND = (
-    "later: a step after the warm-up; mean: a step over the whole training, with the warm-up that is advised\n"
-    "steps: until as good as dense at the end, for one of dense, in small trainings\n"
-    "speed-up: in the time until then, of what is known to learn within a point; of all else in that of all steps\n"
+    "later: a step after the warm-up; mean: a step averaged over the whole training, the advised warm-up included\n"
+    "steps: needed to become as good as dense is at its end, as a multiple of dense's, in small trainings\n"
+    "speed-up: of the time until then, where it is known to learn within a point of dense; elsewhere of the mean step\n"
     "behind: points of accuracy (of text: percent of perplexity) below dense in small trainings, of each task on\n"
     "the number of ranks nearest to yours that was measured; ?: not measured"
 )

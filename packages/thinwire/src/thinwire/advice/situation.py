@@ -162,9 +162,9 @@ class Situation:
         return way.predict(self.shapes, size=self.ranks, link=link, work=work)
 
     def _by_ddp(self, dense: Prediction) -> Prediction:
-        """A sum of gradients, by torch."""
+        """A sum of gradients, by torch, which has no work but that."""
         sent = torch_sum(4 * self.numel, self.ranks)
-        return replace(dense, **prediction.network_seconds([sent], [0.0], self.torch_link))
+        return replace(dense, compression=0.0, **prediction.network_seconds([sent], [0.0], self.torch_link))
 
     def _by_us(self, dense: Prediction) -> Prediction:
         return replace(dense, compression=self.numel * self.work.get(DENSE.name, Work()).fixed)
