@@ -755,6 +755,11 @@ def test_what_fsdp_has_sharded_is_refused(older, one_process):
     refused(torch.nn.Sequential(sharded), r"in FSDP, .* data_parallel.sparse_hsdp")
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(kind):
+    refused(torch.nn.Sequential(kind(9, 4, sparse=True)), "0 gives sparse gradients, .* take sparse=False")
+
+
 def test_parameters_without_a_dimension_are_predicted():
     """But not with torch's PowerSGD, which fails at them."""
     shapes = (*situation().shapes, torch.Size())
