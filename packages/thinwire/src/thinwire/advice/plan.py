@@ -303,7 +303,8 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel) and module is not _in_ddp(model):
             raise ValueError(f"the model holds DistributedDataParallel, as {name}: give that module itself")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(f"{name or 'the model'} gives sparse gradients, which are not exchanged: take sparse=False")
+            which = name or "the model"
+            raise ValueError(f"{which} gives sparse gradients, which are not exchanged: take sparse=False")
 
 
 def _refuse_ddp(ddp: DistributedDataParallel | None, name: str) -> None:
