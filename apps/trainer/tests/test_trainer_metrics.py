@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from thinwire_trainer.errors import DamagedError
-from thinwire_trainer.records.metrics import MetricsFile, read_metrics
+from thinwire_trainer.records.metrics import MetricsFile, TrainingProgress, read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.quick
@@ -56,3 +56,10 @@ def test_a_run_that_is_overwritten_leaves_no_curve_behind(tmp_path: Path) -> Non
     (tmp_path / "events" / "notes.txt").unlink()
     folder.begin({"seed": 2}, kept=None, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+@pytest.mark.parametrize("folder", ["runs/[lr 1]/a", "runs/[/a]", "runs/:smile:"])
+def test_a_note_is_printed_as_it_is(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = TrainingProgress("dense", epochs=1, steps_per_epoch=1, quiet=False)
+    progress.note(f"dense: metrics and model in {folder}")
+    assert capsys.readouterr().out == f"dense: metrics and model in {folder}\n"

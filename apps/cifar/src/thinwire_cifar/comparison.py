@@ -159,7 +159,7 @@ def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device:
 def _show(runs: Mapping[str, Sequence[Row]], output: Path, *, size: int) -> None:
     summaries = {algorithm: summarise(rows, images=TEST_SIZE) for algorithm, rows in runs.items()}
     numel = RunFolder(output / "dense").recorded()["parameters"]
-    console = Console()
+    console = Console(markup=False, emoji=False)  # a folder may be called [a] or :b:
     show(summaries, predicted(summaries, GIGABIT, numel=numel, size=size), ranks=size, console=console)
     plot_runs(runs, output / "demo.png", curves=CURVES)
     console.print(f"Plot: {output / 'demo.png'}", soft_wrap=True)

@@ -93,7 +93,7 @@ class TrainingProgress:
 
     def __init__(self, title: str, *, epochs: int, steps_per_epoch: int, quiet: bool) -> None:
         self._epochs = epochs
-        self._console = Console(quiet=quiet)
+        self._console = Console(quiet=quiet, markup=False, emoji=False)  # a folder may be called [a] or :b:
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
