@@ -63,3 +63,9 @@ def test_a_note_is_printed_as_it_is(folder: str, capsys: pytest.CaptureFixture[s
     progress = TrainingProgress("dense", epochs=1, steps_per_epoch=1, quiet=False)
     progress.note(f"dense: metrics and model in {folder}")
     assert capsys.readouterr().out == f"dense: metrics and model in {folder}\n"
+
+
+def test_the_line_of_an_epoch_says_which_figures_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = TrainingProgress("dense", epochs=9, steps_per_epoch=1, quiet=False)
+    progress.epoch({"epoch": 1, "steps": 4, "train_loss": None, "test_loss": 0.25, "rest_seconds": 0.5})
+    assert capsys.readouterr().out == "dense  epoch   1/9  train_loss null  test_loss 0.25\n"

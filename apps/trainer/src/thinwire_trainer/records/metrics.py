@@ -135,13 +135,14 @@ class TrainingProgress:
 
     def epoch(self, row: Row) -> None:
         """The line of a finished epoch."""
-        figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if _shown(name, value))
+        shown = {name: value for name, value in row.items() if _shown(name, value)}
+        figures = "  ".join(f"{name} {'null' if value is None else f'{value:.4g}'}" for name, value in shown.items())
         self.note(f"{self._title}  epoch {row['epoch']:>3}/{self._epochs}  {figures}")
 
 
 def _shown(name: str, value: float | str | None) -> bool:
-    """Losses, the task's own metrics and the time; not what is the same every epoch."""
-    return isinstance(value, float) and not name.endswith("_seconds")
+    """Losses, the task's own metrics and the time, also where they are not finite; not what is the same every epoch."""
+    return isinstance(value, float | None) and not name.endswith("_seconds")
 
 
 class Events:
