@@ -49,6 +49,16 @@ def test_a_killed_worker_is_told_of(
     )
 
 
+def test_a_killed_launcher_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert workers.start_workers("points", [], 2) == 128 + signal.SIGKILL
+    assert capsys.readouterr().err == (
+        "points: error: mpiexec was ended by signal 9; --resume goes on from the last checkpoint\n"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     program = f"""

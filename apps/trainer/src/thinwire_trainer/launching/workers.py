@@ -66,12 +66,10 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
             signal.signal(number, handler)
     if code:
         remove_left_behind(began)
-    if code in KILLED and not stopped:
-        complain(
-            module,
-            f"a worker was killed, which the system does where memory runs out, and mpiexec ended with code {code}; "
-            "--resume goes on from the last checkpoint",
-        )
+    if (code in KILLED or code < 0) and not stopped:
+        killed = "a worker was killed, which the system does where memory runs out, and mpiexec ended with code"
+        what = f"mpiexec was ended by signal {-code}" if code < 0 else f"{killed} {code}"
+        complain(module, f"{what}; --resume goes on from the last checkpoint")
     if code < 0:
         code = 128 + (stopped or -code)  # as a shell reports death by a signal
     return code
