@@ -118,3 +118,9 @@ def test_a_demo_of_one_worker_is_refused_before_it_trains(
     monkeypatch.setattr(demo, "_work", lambda *given: None)
     assert demo.main(given) == 2
     assert "give --nworkers 2 or more" in capsys.readouterr().err
+
+
+def test_a_seed_that_no_generator_takes_is_refused_before_workers_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main([f"--seed={1 << 64}"])
+    assert "expected a whole number from 0 to 2**64 - 1" in capsys.readouterr().err
