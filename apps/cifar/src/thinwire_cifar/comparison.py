@@ -133,7 +133,8 @@ def reading(summaries: Mapping[str, Summary], predictions: Mapping[str, Predicti
 
 def _difference(name: str, dense: Summary, sparse: Summary) -> str:
     """Whether accuracies differ by more than the test can tell."""
-    points, error = 100 * (sparse.accuracy - dense.accuracy), 100 * math.hypot(dense.uncertainty, sparse.uncertainty)
+    points = round(100 * (sparse.accuracy - dense.accuracy), 1)  # as they are shown
+    error = round(100 * math.hypot(dense.uncertainty, sparse.uncertainty), 1)
     within = "within" if abs(points) <= error else "more than"
     return (
         f"{name} is {abs(points):.1f} points {'below' if points < 0 else 'above'} dense, {within} ± {error:.1f}, the "
