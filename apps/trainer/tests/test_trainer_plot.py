@@ -100,13 +100,19 @@ def test_the_legend_has_every_name_as_it_is_and_leaves_the_panels_their_room(
     for panel in figure.axes:
         box = panel.xaxis.label.get_window_extent()
         assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
-    assert all(float(tick).is_integer() for tick in figure.axes[0].get_xticks())
 
 
 def test_an_epoch_between_two_gaps_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [EPOCH | {"epoch": number, "train_loss": None if number != 2 else 1.0} for number in (1, 2, 3)]
     figure = drawn({"skipping": rows}, tmp_path / "a.png", monkeypatch)
     assert all(line.get_marker() == "." for panel in figure.axes for line in panel.lines)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+def test_epochs_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int) -> None:
+    rows = [EPOCH | {"epoch": epoch} for epoch in range(1, epochs + 1)]
+    figure = drawn({"run": rows}, tmp_path / "a.png", monkeypatch)
+    assert all(float(tick).is_integer() for tick in figure.axes[0].get_xticks())
 
 
 def test_many_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

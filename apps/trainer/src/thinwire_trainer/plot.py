@@ -48,7 +48,7 @@ def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, *, curves: Mapping[
             for panel, progress in zip(line, ([row["epoch"] for row in rows], on_axis, list(taken)), strict=True):
                 panel.plot(progress, values, label=name, linestyle=style, marker=".", markersize=4)
         line[0].set(xlabel="epoch", ylabel=label)
-        line[0].xaxis.get_major_locator().set_params(integer=True)
+        line[0].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         line[1].set(xlabel="MiB sent by a rank", xscale="log" if _any_sent(runs) else "linear")
         line[2].set(xlabel="seconds of training and evaluation")
         for panel in line:
