@@ -1,6 +1,8 @@
 """metrics.jsonl."""
 
 import os
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,24 @@ def test_the_line_of_an_epoch_says_which_figures_are_not_finite(capsys: pytest.C
     progress = TrainingProgress("dense", epochs=9, steps_per_epoch=1, quiet=False)
     progress.epoch({"epoch": 1, "steps": 4, "train_loss": None, "test_loss": 0.25, "rest_seconds": 0.5})
     assert capsys.readouterr().out == "dense  epoch   1/9  train_loss null  test_loss 0.25\n"
+
+
+def test_a_note_goes_to_a_terminal_that_has_not_all_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding="ascii"))
+    TrainingProgress("dense", epochs=1, steps_per_epoch=1, quiet=False).note("model in \u00fcber")
+    sys.stdout.flush()
+    assert written.getvalue() == b"model in \\xfcber\n"
+
+
+def test_a_pipe_that_nobody_reads_any_more_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of `python -m cifar | head`; all ranks are told of it, as of a full disk."""
+
+    class Broken(TextIOWrapper):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Broken(BytesIO()))
+    progress = TrainingProgress("dense", epochs=1, steps_per_epoch=1, quiet=False)
+    with pytest.raises(BrokenPipeError, match=r"nobody reads it any more: 'standard output'"):
+        progress.note("dense")
