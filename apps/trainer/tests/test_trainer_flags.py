@@ -297,6 +297,7 @@ def test_a_warm_up_may_be_longer_than_what_is_run_of_it(app: App, tmp_path: Path
     [
         ("--milestones 5", "--milestones 5: this run ends before it, after 2; --resume with a greater --max-epochs"),
         ("--lr-schedule constant --warmup-epochs 2", "--warmup-epochs 2: this run ends before they do, after 2; "),
+        ("--milestones 5 --warmup-epochs 3", "--warmup-epochs 3: this run ends before they do, after 2; "),
         ("--milestones 1 5 --warmup-epochs 1", ""),
     ],
 )

@@ -138,7 +138,7 @@ class Options:
         late = []
         if self.milestones and self.milestones[0] >= self.max_epochs:
             late.append(f"--milestones {self.milestones[0]}: this run ends before it, after {self.max_epochs}")
-        elif self.warmup_epochs >= self.max_epochs:
+        if self.warmup_epochs >= self.max_epochs:
             late.append(
                 f"--warmup-epochs {self.warmup_epochs:g}: this run ends before they do, after {self.max_epochs}"
             )
