@@ -87,8 +87,11 @@ def job(tmp_path):
 
 
 def stopped_by(job, number):
-    """All ranks end, with one line, the signal's exit code, and a checkpoint of the step that the line names."""
-    job.starter.send_signal(number)
+    """All ranks end, with one line, the signal's exit code, and a checkpoint of the step that the line names.
+
+    A terminal's ctrl-C is for the starter and for all that it has started in its group.
+    """
+    (os.killpg if number == signal.SIGINT else os.kill)(job.starter.pid, number)
     _, error = job.starter.communicate(timeout=LIMIT)
     assert job.starter.returncode == 128 + number
     line = r"thinwire_cifar: error: stopped by (\w+) after step (\d+), with a checkpoint: --resume goes on\n"

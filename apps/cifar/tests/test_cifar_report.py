@@ -72,6 +72,7 @@ def test_the_table_shows_measured_and_predicted_apart() -> None:
         (0.985, 0.990, "gtopk is 0.5 points above dense, within ± 0.9,"),
         (0.992, 0.972, "gtopk is 2.0 points below dense, more than ± 1.1,"),
         (1.0, 1.0, "gtopk is 0.0 points above dense, within ± 0.4,"),
+        (351 / 360, 346 / 360, "gtopk is 1.4 points below dense, within ± 1.4"),  # not "1.4, more than ± 1.4"
     ],
 )
 def test_the_reading_says_whether_accuracies_differ_by_more_than_chance(dense: float, sparse: float, said: str) -> None:
@@ -118,3 +119,9 @@ def test_a_demo_of_one_worker_is_refused_before_it_trains(
     monkeypatch.setattr(demo, "_work", lambda *given: None)
     assert demo.main(given) == 2
     assert "give --nworkers 2 or more" in capsys.readouterr().err
+
+
+def test_a_seed_that_no_generator_takes_is_refused_before_workers_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main([f"--seed={1 << 64}"])
+    assert "expected a whole number from 0 to 2**64 - 1" in capsys.readouterr().err

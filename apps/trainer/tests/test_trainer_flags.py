@@ -297,6 +297,7 @@ def test_a_warm_up_may_be_longer_than_what_is_run_of_it(app: App, tmp_path: Path
     [
         ("--milestones 5", "--milestones 5: this run ends before it, after 2; --resume with a greater --max-epochs"),
         ("--lr-schedule constant --warmup-epochs 2", "--warmup-epochs 2: this run ends before they do, after 2; "),
+        ("--milestones 5 --warmup-epochs 3", "--warmup-epochs 3: this run ends before they do, after 2; "),
         ("--milestones 1 5 --warmup-epochs 1", ""),
     ],
 )
@@ -308,6 +309,30 @@ def test_a_run_says_what_of_the_rate_it_does_not_come_to(
     said = capsys.readouterr()
     assert ("ends before" in said.out + said.err) == bool(says)
     assert says in (said.out + said.err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("powersgd", "--dense-steps 100: this run takes 2 steps, each of which sums whole gradients\n"),
+        ("powersgd --dense-steps 1", ""),
+        ("gtopk --density-warmup 2", "--density-warmup 2: this run takes 2 steps, none of which has the --density\n"),
+        ("gtopk --density-warmup dgc:9 --lr-schedule constant", "dgc:9: this run takes 2 steps, none of which has"),
+        ("gtopk --density-warmup 1", ""),
+        ("gtopk", ""),
+        ("diloco", "--sync-every 20: this run takes 2 steps, and averages at its end alone\n"),
+        ("diloco --lr-schedule constant", "at its end alone; --resume with a greater --max-epochs goes on\n"),
+        ("local-sgd --sync-every 1", ""),
+    ],
+)
+def test_a_run_that_is_too_short_for_its_algorithm_says_so(
+    app: App, flags: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--max-epochs", "2", f"--output={tmp_path / 'run'}", "--algorithm", *flags.split()]
+    run(app, parse(argv, app, world_size=None), as_communicator(None))
+    said = capsys.readouterr().out
+    assert ("this run takes" in said) == bool(says)
+    assert says in said
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, *COMPRESSORS])

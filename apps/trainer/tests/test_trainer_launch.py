@@ -49,15 +49,52 @@ def test_a_killed_worker_is_told_of(
     )
 
 
+def test_a_killed_launcher_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert workers.start_workers("points", [], 2) == 128 + signal.SIGKILL
+    assert capsys.readouterr().err == (
+        "points: error: mpiexec was ended by signal 9; --resume goes on from the last checkpoint\n"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     program = f"""
-signal.signal({int(number)}, lambda *_: sys.exit(9))
+signal.signal({int(number)}, lambda *_: sys.exit(3))
 os.kill(os.getppid(), {int(number)})
 while True: time.sleep(0.02)  # pause() would sleep through a signal that comes just before it
 """
     stand_in(tmp_path, monkeypatch, program)
-    assert workers.start_workers("points", [], 2) == 9
+    assert workers.start_workers("points", [], 2) == 3
+
+
+def test_what_a_terminal_sends_comes_to_the_workers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is for all of the terminal's group, mpiexec too, which we tell as well: by a second one it aborts."""
+    stand_in(tmp_path, monkeypatch, "sys.exit(3 if os.getpgrp() == os.getpgid(os.getppid()) else 0)")
+    assert workers.start_workers("points", [], 2) == 0
+
+
+@pytest.mark.parametrize(
+    "ends", ["sys.exit(255)", "sys.exit(15)", "sys.exit(137)", "os.kill(os.getpid(), signal.SIGKILL)"]
+)
+def test_workers_that_ended_by_force_after_a_signal_are_told_of_with_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ends: str
+) -> None:
+    stand_in(
+        tmp_path,
+        monkeypatch,
+        f"""
+def end(*_):
+    {ends}
+signal.signal(signal.SIGTERM, end)
+os.kill(os.getppid(), signal.SIGTERM)
+while True: time.sleep(0.02)
+""",
+    )
+    assert workers.start_workers("points", [], 2) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "points: error: stopped by SIGTERM\n"
 
 
 def test_a_signal_before_the_workers_are_there_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """metrics.jsonl."""
 
 import os
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 from thinwire_trainer.errors import DamagedError
-from thinwire_trainer.records.metrics import MetricsFile, read_metrics
+from thinwire_trainer.records.metrics import MetricsFile, TrainingProgress, read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.quick
@@ -56,3 +58,37 @@ def test_a_run_that_is_overwritten_leaves_no_curve_behind(tmp_path: Path) -> Non
     (tmp_path / "events" / "notes.txt").unlink()
     folder.begin({"seed": 2}, kept=None, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+@pytest.mark.parametrize("folder", ["runs/[lr 1]/a", "runs/[/a]", "runs/:smile:"])
+def test_a_note_is_printed_as_it_is(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = TrainingProgress("dense", epochs=1, steps_per_epoch=1, quiet=False)
+    progress.note(f"dense: metrics and model in {folder}")
+    assert capsys.readouterr().out == f"dense: metrics and model in {folder}\n"
+
+
+def test_the_line_of_an_epoch_says_which_figures_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = TrainingProgress("dense", epochs=9, steps_per_epoch=1, quiet=False)
+    progress.epoch({"epoch": 1, "steps": 4, "train_loss": None, "test_loss": 0.25, "rest_seconds": 0.5})
+    assert capsys.readouterr().out == "dense  epoch   1/9  train_loss null  test_loss 0.25\n"
+
+
+def test_a_note_goes_to_a_terminal_that_has_not_all_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding="ascii"))
+    TrainingProgress("dense", epochs=1, steps_per_epoch=1, quiet=False).note("model in \u00fcber")
+    sys.stdout.flush()
+    assert written.getvalue() == b"model in \\xfcber\n"
+
+
+def test_a_pipe_that_nobody_reads_any_more_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of `python -m cifar | head`; all ranks are told of it, as of a full disk."""
+
+    class Broken(TextIOWrapper):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Broken(BytesIO()))
+    progress = TrainingProgress("dense", epochs=1, steps_per_epoch=1, quiet=False)
+    with pytest.raises(BrokenPipeError, match=r"nobody reads it any more: 'standard output'"):
+        progress.note("dense")

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -72,6 +73,51 @@ def test_a_run_that_sent_nothing_has_no_curve_against_bytes(tmp_path: Path, monk
     plot_runs(runs, tmp_path / "a.png", curves=curves_of(runs))
     drawn = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[1].lines}
     assert drawn == {"alone": 2 * [pytest.approx(math.nan, nan_ok=True)], "two": [1.0, 2.0]}
+
+
+def drawn(runs: dict[str, list[dict[str, Any]]], path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+    """The figure of these runs."""
+    figures: list[Figure] = []
+    real = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *given, **of: figures.append(self) or real(self, *given, **of))
+    plot_runs(runs, path, curves=curves_of(runs))
+    return figures[0]
+
+
+EPOCH = {"epoch": 1, "train_loss": 2.0, "seconds": 1.0, "bytes_sent": 1 << 20}
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_legend_has_every_name_as_it_is_and_leaves_the_panels_their_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["_first", "lr=$0.1$", "momentum_$x", "every setting of a run, " * 9]
+    figure = drawn({name: [EPOCH, EPOCH | {"epoch": 2}] for name in names}, tmp_path / "a.png", monkeypatch)
+    (legend,) = figure.legends
+    assert [text.get_text().replace("\n", " ") for text in legend.get_texts()] == [*names[:3], names[3].strip()]
+    assert not any(text.get_parse_math() for text in legend.get_texts())
+    assert all(panel.get_position().width > 0.25 for panel in figure.axes)
+    for panel in figure.axes:
+        box = panel.xaxis.label.get_window_extent()
+        assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
+
+
+def test_an_epoch_between_two_gaps_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [EPOCH | {"epoch": number, "train_loss": None if number != 2 else 1.0} for number in (1, 2, 3)]
+    figure = drawn({"skipping": rows}, tmp_path / "a.png", monkeypatch)
+    assert all(line.get_marker() == "." for panel in figure.axes for line in panel.lines)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+def test_epochs_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int) -> None:
+    rows = [EPOCH | {"epoch": epoch} for epoch in range(1, epochs + 1)]
+    figure = drawn({"run": rows}, tmp_path / "a.png", monkeypatch)
+    assert all(float(tick).is_integer() for tick in figure.axes[0].get_xticks())
+
+
+def test_many_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = drawn({f"run{number}": [EPOCH] for number in range(24)}, tmp_path / "a.png", monkeypatch)
+    assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 24
 
 
 def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def reading(summaries: Mapping[str, Summary], predictions: Mapping[str, Predicti
 
 def _difference(name: str, dense: Summary, sparse: Summary) -> str:
     """Whether accuracies differ by more than the test can tell."""
-    points, error = 100 * (sparse.accuracy - dense.accuracy), 100 * math.hypot(dense.uncertainty, sparse.uncertainty)
+    points = round(100 * (sparse.accuracy - dense.accuracy), 1)  # as they are shown
+    error = round(100 * math.hypot(dense.uncertainty, sparse.uncertainty), 1)
     within = "within" if abs(points) <= error else "more than"
     return (
         f"{name} is {abs(points):.1f} points {'below' if points < 0 else 'above'} dense, {within} ± {error:.1f}, the "
@@ -159,7 +160,7 @@ def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device:
 def _show(runs: Mapping[str, Sequence[Row]], output: Path, *, size: int) -> None:
     summaries = {algorithm: summarise(rows, images=TEST_SIZE) for algorithm, rows in runs.items()}
     numel = RunFolder(output / "dense").recorded()["parameters"]
-    console = Console()
+    console = Console(markup=False, emoji=False)  # a folder may be called [a] or :b:
     show(summaries, predicted(summaries, GIGABIT, numel=numel, size=size), ranks=size, console=console)
     plot_runs(runs, output / "demo.png", curves=CURVES)
     console.print(f"Plot: {output / 'demo.png'}", soft_wrap=True)

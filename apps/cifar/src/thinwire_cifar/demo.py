@@ -37,7 +37,7 @@ def _flags(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--nworkers", type=quantities.count, default=4, help="default: 4")
     parser.add_argument("--oversubscribe", action="store_true", help="more workers than the cores can bear")
     parser.add_argument("--max-epochs", type=quantities.count, default=20, help="default: 20")
-    parser.add_argument("--seed", type=quantities.count_or_zero, default=0, help="default: 0")
+    parser.add_argument("--seed", type=quantities.seed, default=0, help="default: 0")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     return parser.parse_args(argv)
 

@@ -10,6 +10,7 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib.figure import Figure
 
@@ -22,31 +23,39 @@ MEBI = 1 << 20
 LABELS = {"train_loss": "training loss", "test_accuracy": "test accuracy", "test_loss": "test loss"}
 NEEDED = {"epoch", "train_loss", "seconds", "bytes_sent"}
 KINDS = (".png", ".svg", ".pdf")
+WIDTH = 150  # characters of the picture
+COLOURS, STYLES = 10, ("-", "--", ":", "-.")  # matplotlib's colours, then they come again in another style
 
 
 def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, *, curves: Mapping[str, str]) -> None:
     """Write a picture (its kind by the path's suffix) of the runs, by name.
 
     curves: what to show, metric -> label of the axis; one line of panels each. A run without a metric has no curve
-    there, and a loss that is not finite is a gap. Bytes are those of the busiest rank, on a logarithmic axis, because
-    they differ by orders of magnitude; a run that sent none has no curve there.
+    there, and a loss that is not finite is a gap; every epoch has a dot, so that one between two gaps is seen. Bytes
+    are those of the busiest rank, on a logarithmic axis, because they differ by orders of magnitude; a run that sent
+    none has no curve there.
     """
-    figure = Figure(figsize=(13, 3.2 * len(curves)), layout="constrained")
+    columns = max(1, WIDTH // (max(map(len, runs)) + 6))  # of the legend
+    figure = Figure(figsize=(13, 3.2 * len(curves) + 0.2 * -(-len(runs) // columns)), layout="constrained")
     panels = figure.subplots(len(curves), 3, squeeze=False, sharey="row")
     for line, (metric, label) in zip(panels, curves.items(), strict=True):
-        for name, rows in runs.items():
+        for number, (name, rows) in enumerate(runs.items()):
+            style = STYLES[number // COLOURS % len(STYLES)]
             values = [_number(row.get(metric)) for row in rows]
             sent = accumulate(_number(row["bytes_sent"]) / MEBI for row in rows)
             on_axis = [total or math.nan for total in sent] if _any_sent(runs) else list(sent)
             taken = accumulate(_number(row["seconds"]) for row in rows)
             for panel, progress in zip(line, ([row["epoch"] for row in rows], on_axis, list(taken)), strict=True):
-                panel.plot(progress, values, label=name, marker="." if len(rows) == 1 else None)
+                panel.plot(progress, values, label=name, linestyle=style, marker=".", markersize=4)
         line[0].set(xlabel="epoch", ylabel=label)
+        line[0].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         line[1].set(xlabel="MiB sent by a rank", xscale="log" if _any_sent(runs) else "linear")
         line[2].set(xlabel="seconds of training and evaluation")
         for panel in line:
             panel.grid(alpha=0.3)
-    panels[0][0].legend()
+    legend = figure.legend(panels[0][0].lines, [""] * len(runs), loc="outside upper left", ncols=columns)
+    for text, name in zip(legend.get_texts(), runs, strict=True):
+        text.set(text=fill(name, WIDTH), parse_math=False)  # as it is, with any _ and $
     figure.savefig(path, dpi=120)
 
 

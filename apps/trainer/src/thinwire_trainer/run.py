@@ -130,7 +130,8 @@ def _in_its_folder(
         _begin(app, training, device, choice)
         chosen = f"{choice} (when the run began)" if choice and options.resume else choice
         left_out = training.task.faults.told() if isinstance(training.task, LeavesOut) else ""
-        for note in filter(None, (chosen, options.not_reached(), left_out)):
+        late = options.not_reached(options.max_epochs * training.steps_per_epoch)
+        for note in filter(None, (chosen, *late, left_out)):
             training.note(note)
         with _traced(training), _stopped_by(request, training), _published(training):
             with all_or_none(comm):

@@ -39,6 +39,13 @@ NOT_SETTINGS = PER_RANK | {
 }
 """Flags that may differ between a run and its continuation: none shapes no number that training computes."""
 
+IN_STEPS = {
+    "dense_steps": "each of which sums whole gradients",
+    "density_warmup": "none of which has the --density",
+    "sync_every": "and averages at its end alone",
+}
+"""What becomes of a run that ends before so many steps, by algorithms' own flags."""
+
 OWN = ("own", "app", "declared", "momentum_said", "compared")  # fields that are no flags themselves
 
 
@@ -126,13 +133,19 @@ class Options:
         was = {name: then.get(name, before.get(name)) for name in self.settings()}
         return {name: (was[name], now) for name, now in self.settings().items() if was[name] != now}
 
-    def not_reached(self) -> str:
-        """Warning of what the rate's schedule has only after the end of this run; "" for nothing."""
+    def not_reached(self, steps: int) -> list[str]:
+        """Warnings of settings that take effect only after the end of this run, which takes so many steps."""
+        late = []
         if self.milestones and self.milestones[0] >= self.max_epochs:
-            late = f"--milestones {self.milestones[0]}: this run ends before it"
-        elif self.warmup_epochs >= self.max_epochs:
-            late = f"--warmup-epochs {self.warmup_epochs:g}: this run ends before they do"
-        else:
-            return ""
+            late.append(f"--milestones {self.milestones[0]}: this run ends before it, after {self.max_epochs}")
+        if self.warmup_epochs >= self.max_epochs:
+            late.append(
+                f"--warmup-epochs {self.warmup_epochs:g}: this run ends before they do, after {self.max_epochs}"
+            )
+        for name, what in IN_STEPS.items():
+            count = str(self.own.get(name, "")).removeprefix("dgc:")
+            if count.isdecimal() and int(count) >= steps:
+                flag = f"--{name.replace('_', '-')} {self.own[name]}"
+                late.append(f"{flag}: this run takes {steps} steps, {what}")
         longer = "" if "max_epochs" in self.settings() else "; --resume with a greater --max-epochs goes on"
-        return f"{late}, after {self.max_epochs}{longer}"
+        return [f"{text}{longer}" for text in late]

@@ -22,6 +22,7 @@ GRACE = 25.0  # seconds that the workers have to end, after a signal: longer tha
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 KILLED = {*range(4, 65), *range(131, 193)} - {128 + signal.SIGTERM}  # a signal's number, Open MPI's from 128 on
 """Codes of mpiexec that no worker ends with by itself. MPICH joins the bits of several: the signal is not known."""
+ABORTED = 255  # code of MPICH's mpiexec after a second ctrl-C
 
 
 def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscribe: bool = False) -> int:
@@ -57,7 +58,11 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(
-            command, env=worker_environment(), stdin=subprocess.DEVNULL, preexec_fn=_dying_with_parent()
+            command,
+            env=worker_environment(),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_dying_with_parent(),
+            start_new_session=True,  # a terminal's ctrl-C comes from us alone: by a second one mpiexec aborts
         )
         hand_on(process)
         code = process.wait()
@@ -66,15 +71,15 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
             signal.signal(number, handler)
     if code:
         remove_left_behind(began)
-    if code in KILLED and not stopped:
-        complain(
-            module,
-            f"a worker was killed, which the system does where memory runs out, and mpiexec ended with code {code}; "
-            "--resume goes on from the last checkpoint",
-        )
-    if code < 0:
-        code = 128 + (stopped or -code)  # as a shell reports death by a signal
-    return code
+    forced = code < 0 or code in KILLED
+    if stopped and (forced or code in (stopped, ABORTED)):
+        complain(module, f"stopped by {signal.Signals(stopped).name}")
+        return 128 + stopped
+    if forced:
+        killed = "a worker was killed, which the system does where memory runs out, and mpiexec ended with code"
+        what = f"mpiexec was ended by signal {-code}" if code < 0 else f"{killed} {code}"
+        complain(module, f"{what}; --resume goes on from the last checkpoint")
+    return 128 - code if code < 0 else code  # as a shell reports death by a signal
 
 
 def refuse_oversubscription(workers: int) -> None:

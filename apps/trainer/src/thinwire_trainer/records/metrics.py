@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping
+from errno import EPIPE
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -88,12 +89,19 @@ def figure(row: Row, name: str) -> float:
     return value
 
 
+class _Plain(Console):
+    """Where nobody reads any more, rich would end the process without a word."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(EPIPE, "nobody reads it any more")
+
+
 class TrainingProgress:
     """A context manager; `quiet` silences it on the other ranks."""
 
     def __init__(self, title: str, *, epochs: int, steps_per_epoch: int, quiet: bool) -> None:
         self._epochs = epochs
-        self._console = Console(quiet=quiet)
+        self._console = _Plain(quiet=quiet, markup=False, emoji=False)  # a folder may be called [a] or :b:
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -126,8 +134,10 @@ class TrainingProgress:
 
     def note(self, text: str) -> None:
         """One line of its own. Raises OSError where it cannot be written, such as to a full disk."""
+        encoding = self._console.encoding
+        shown = text.encode(encoding, "backslashreplace").decode(encoding)
         with naming(Path("standard output")):
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(shown, highlight=False, soft_wrap=True)
 
     def step(self, steps: int, loss: float) -> None:
         """Show the number of steps taken, and the last one's training loss."""
@@ -135,13 +145,14 @@ class TrainingProgress:
 
     def epoch(self, row: Row) -> None:
         """The line of a finished epoch."""
-        figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if _shown(name, value))
+        shown = {name: value for name, value in row.items() if _shown(name, value)}
+        figures = "  ".join(f"{name} {'null' if value is None else f'{value:.4g}'}" for name, value in shown.items())
         self.note(f"{self._title}  epoch {row['epoch']:>3}/{self._epochs}  {figures}")
 
 
 def _shown(name: str, value: float | str | None) -> bool:
-    """Losses, the task's own metrics and the time; not what is the same every epoch."""
-    return isinstance(value, float) and not name.endswith("_seconds")
+    """Losses, the task's own metrics and the time, also where they are not finite; not what is the same every epoch."""
+    return isinstance(value, float | None) and not name.endswith("_seconds")
 
 
 class Events:
