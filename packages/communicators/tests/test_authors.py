@@ -7,7 +7,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from communicators import CollectiveError, Payload, Round, SimulatedWorld, allreduce, allreduce_async, run, start
+from communicators import (
+    CollectiveError,
+    Payload,
+    Round,
+    SimulatedWorld,
+    allreduce,
+    allreduce_async,
+    run,
+    start,
+    testing,
+)
 from communicators.worlds.alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +67,60 @@ def test_a_yield_that_is_no_round(action):
 )
 def test_a_round_that_cannot_be(make, said):
     assert said in mistaken(lambda peer: yielding(make(peer)))
+
+
+def everybodys(x, rank, size):
+    """The vectors of all ranks, by rank, as they come."""
+    peers = [peer for peer in range(size) if peer != rank]
+    received = yield Round({peer: Payload.of(x) for peer in peers}, dict.fromkeys(peers, x.nbytes))
+    return {rank: x} | {peer: payload.view(x.dtype) for peer, payload in received.items()}
+
+
+def in_rank_order(x, rank, size):
+    vectors = yield from everybodys(x, rank, size)
+    return sum(vectors[peer] for peer in range(size))
+
+
+def own_first(x, rank, size):
+    vectors = yield from everybodys(x, rank, size)
+    return sum(vectors[(rank + distance) % size] for distance in range(size))
+
+
+def as_they_come(x, rank, size):
+    vectors = yield from everybodys(x, rank, size)
+    return sum(vectors.values())
+
+
+def into_the_input(x, rank, size):
+    vectors = yield from everybodys(x, rank, size)
+    for peer in range(size):
+        if peer != rank:
+            x += vectors[peer]
+    return x
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (in_rank_order, None),
+        (own_first, "agreement: rank 1 against rank 0 of 5 in the first world, on floats whose sums round"),
+        (as_they_come, "on floats whose sums round: do all add in one order?"),
+        (into_the_input, "input: the collective changed that of rank 0 of 5"),
+    ],
+)
+def test_the_laws_find_an_order_of_adding_and_a_changed_input(schedule, said):
+    """Sums of integers are the same in any order."""
+
+    def check():
+        inputs = [torch.arange(40.0) * rank - 9 for rank in range(5)]
+        return testing.check_laws(lambda comm, x: run(schedule(x, comm.rank, comm.size), comm), inputs)
+
+    if said is None:
+        assert check()[0].tolist() == [10 * x - 45 for x in range(40)]
+        return
+    with pytest.raises(AssertionError) as caught:
+        check()
+    assert said in str(caught.value)
 
 
 def test_what_was_received_may_be_handed_on():
