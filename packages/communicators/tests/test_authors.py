@@ -15,6 +15,7 @@ from communicators import (
     allreduce,
     allreduce_async,
     run,
+    schedules,
     start,
     testing,
 )
@@ -67,6 +68,24 @@ def test_a_yield_that_is_no_round(action):
 )
 def test_a_round_that_cannot_be(make, said):
     assert said in mistaken(lambda peer: yielding(make(peer)))
+
+
+@pytest.mark.parametrize("begin", [run, start])
+def test_a_generator_runs_once(begin):
+    """Run again it would return None at once, on every rank, as if it had nothing to exchange."""
+
+    def twice(comm):
+        schedule = schedules.allreduce(torch.ones(3), comm.rank, comm.size)
+        run(schedule, comm)
+        with pytest.raises(ValueError, match="allreduce has run before, and a generator runs once: call its function"):
+            begin(schedule, comm)
+        begun = schedules.allreduce(torch.ones(3), comm.rank, comm.size)
+        next(begun, None)
+        with pytest.raises(ValueError, match="has run before"):
+            begin(begun, comm)
+
+    SimulatedWorld(2).run(twice)
+    twice(Alone())
 
 
 def everybodys(x, rank, size):
