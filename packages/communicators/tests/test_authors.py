@@ -9,6 +9,7 @@ import pytest
 import torch
 from communicators import (
     CollectiveError,
+    Elapse,
     Payload,
     Round,
     SimulatedWorld,
@@ -86,6 +87,23 @@ def test_a_generator_runs_once(begin):
 
     SimulatedWorld(2).run(twice)
     twice(Alone())
+
+
+def test_a_collective_inside_a_schedule_says_what_to_write():
+    def schedule(comm):
+        yield Round()
+        allreduce(torch.ones(3), comm)
+
+    with pytest.raises(CollectiveError, match=r"in a schedule, would wait for itself.*by `yield from`"):
+        SimulatedWorld(2).run(lambda comm: run(schedule(comm), comm))
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan])
+def test_a_computation_takes_no_less_than_nothing(seconds):
+    """NaN broke the order of events, so that messages came at other times."""
+    for compute in (lambda comm: comm.elapse(seconds), lambda comm: run(yielding(Elapse(seconds)), comm)):
+        with pytest.raises((ValueError, CollectiveError), match="takes 0 seconds or more, got"):
+            SimulatedWorld(2).run(compute)
 
 
 def everybodys(x, rank, size):

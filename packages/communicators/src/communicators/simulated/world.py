@@ -20,7 +20,7 @@ import torch
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
 from communicators.link import Link, Path
-from communicators.schedule import Schedule, among
+from communicators.schedule import Elapse, Schedule, among
 from communicators.schedules.dense import allgather, barrier
 from communicators.signals import OnSignal, Signals
 from communicators.simulated.board import SimulatedBoard
@@ -76,13 +76,19 @@ class SimulatedWorld:
     ) -> None:
         if size < 1:
             raise ValueError(f"a world needs at least 1 rank, got size={size}")
-        if slowdown is not None and len(slowdown) != size:
-            raise ValueError(f"slowdown names {len(slowdown)} factors, expected one for each of {size} ranks")
+        if slowdown is not None and (len(slowdown) != size or not all(0 <= factor < math.inf for factor in slowdown)):
+            raise ValueError(f"slowdown names {slowdown}, expected a finite factor >= 0 for each of {size} ranks")
+        if not 0 <= jitter < math.inf:
+            raise ValueError(f"a world needs a finite jitter >= 0 s, got {jitter}")
         self.size, self.elapsed = size, 0.0
         self.bytes_sent, self.messages_sent = [0] * size, [0] * size
         self._draw, self._seed, self._own_generators = draw, seed, own_generators
         self.records, self.timeline = records, Timeline(size)
         faults = list(faults)
+        for fault in faults:
+            ranks = {getattr(fault, "rank", 0), getattr(fault, "peer", None)} - {None}
+            if not ranks <= set(range(size)):
+                raise ValueError(f"{fault} names a rank that is none of {size}, so it would never happen")
         self._conditions = Conditions(
             size,
             link if callable(link) else _equal(link or Link()),
@@ -241,7 +247,7 @@ class SimulatedCommunicator(Communicator):
 
     def elapse(self, seconds: float) -> None:
         """Computes for `seconds` of virtual time, times this rank's slowdown."""
-        self.loop.compute(self.place, seconds * self.loop.world.slowdown[self.place])
+        self.loop.compute(self.place, Elapse(seconds).seconds * self.loop.world.slowdown[self.place])
 
     def _inner(self, which: tuple[int, ...], members: Sequence[int] | None) -> SimulatedCommunicator:
         self._made += 1
