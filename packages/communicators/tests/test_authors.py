@@ -65,6 +65,8 @@ def test_a_yield_that_is_no_round(action):
         (lambda peer: Round({peer: Payload.of(torch.ones(1))}, {peer: 20.0}), "20.0 bytes to receive"),
         (lambda peer: Round({1 - peer: Payload.of(torch.ones(1))}), "cannot exchange with rank"),
         (lambda peer: Round({float(peer): Payload.of(torch.ones(1))}), "cannot exchange with rank"),
+        (lambda peer: Round({np.int64(peer): Payload.of(torch.ones(1))}), "(int64), expected another rank as an int"),
+        (lambda peer: Round({peer: Payload.of(torch.ones(1))}, {peer: np.int64(4)}), "given as int64, expected"),
     ],
 )
 def test_a_round_that_cannot_be(make, said):
