@@ -146,7 +146,7 @@ class SparseVector:
         return self._entries
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.indices, self.values, self.numel)
+        return unpacked, (self.pack(),)  # torch.save refuses two views of one memory in unlike dtypes
 
     def __repr__(self) -> str:
         return f"SparseVector(entries={len(self)}, numel={self.numel}, dtype={self.dtype}, device={self.device})"
@@ -240,6 +240,15 @@ class SparseVector:
         if buffer.is_cpu:
             check_entries(vector, 0, numel)
         return vector
+
+
+def unpacked(buffer: Tensor) -> SparseVector:
+    """Vector of a checkpoint: to `torch.load` with weights_only=True, give this function to `safe_globals`.
+
+    Args:
+        buffer: What `pack` gave.
+    """
+    return SparseVector.unpack(buffer)
 
 
 def _check(indices: Tensor, values: Tensor) -> None:
