@@ -151,13 +151,14 @@ class SimulatedCommunicator(Communicator):
     world, in order, where it is not all of them; inside, they count from 0. Errors name ranks of the world.
     """
 
+    outlives_ranks = True
+
     def __init__(
         self, loop: EventLoop, place: int, context: Context = (), members: Sequence[int] | None = None
     ) -> None:
         self.loop, self.context, self.place, self._members = loop, context, place, members
         self.places = range(loop.world.size) if members is None else members
         self.rank, self.size = self.places.index(place), len(self.places)
-        self.outlives_ranks = members is None
         self._duplicates: list[SimulatedCommunicator] = []
         self._made, self._closed = 0, False
 
@@ -198,8 +199,6 @@ class SimulatedCommunicator(Communicator):
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
         """Signals of a duplicate; the loop calls `on_signal` between the turns of ranks."""
-        if not self.outlives_ranks:
-            return super().signals(on_signal)
         made = self.duplicate()
         return SimulatedSignals(made, self.loop, made.context, self.places, on_signal, hasty=self.hasty)
 
@@ -224,7 +223,7 @@ class SimulatedCommunicator(Communicator):
         context = (*self.context, -1, generation)
         self.loop.groups[context] = frozenset(places)
         made = SimulatedCommunicator(self.loop, self.place, context, places)
-        made.outlives_ranks = made.hasty = True
+        made.hasty = True
         return made
 
     @property
