@@ -197,6 +197,29 @@ def test_what_is_no_tensor(given):
         allreduce(given, Alone())
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.from_numpy(np.ones(3, np.uint32)), "torch.uint32 does not add in torch: give it in another"),
+        (lambda: torch.ones(3).to(torch.float8_e5m2), "float8_e5m2 does not add"),
+        (lambda: torch.ones(3, device="meta"), "got a meta one"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "got a nested one"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "got a quantized one"),
+    ],
+)
+def test_what_does_not_add_is_refused_before_anything_is_sent(make, said):
+    """Else it would fail the communicator, on all ranks."""
+
+    def body(comm):
+        for call in (allreduce, allreduce_async):
+            with pytest.raises(TypeError, match=said):
+                call(make(), comm)
+        return float(allreduce(torch.ones(1), comm))
+
+    assert SimulatedWorld(2).run(body) == [2.0, 2.0]
+
+
 def test_tensors_of_unlike_shapes_are_refused():
     """Equally many elements in another order are not the same thing."""
     with pytest.raises(CollectiveError, match=r"shape=\(3, 2\).*shape=\(2, 3\)"):
