@@ -114,7 +114,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 self._awaited = self._awaited or threading.Event()  # hardly any call is waited for
             if self.ended is None:
                 with labelled("wait"):
-                    self._awaited.wait(timeout)
+                    self._awaited.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         return self.ended is not None
 
     def get_future(self, *beside: Work[Any]) -> torch.futures.Future[Any]:

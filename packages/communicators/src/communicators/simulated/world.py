@@ -50,7 +50,8 @@ class SimulatedWorld:
         own_generators: Gives each rank torch's global generator on the CPU to itself, as a process has it, seeded by
             `seed` and its rank; so dropout on a rank does not depend on which ranks ran before, and a rank may call
             `torch.manual_seed`. False: all ranks draw from the caller's, in the order in which they run; then give
-            what draws a `torch.Generator` of its own. Generators of other devices are shared in any case.
+            what draws a `torch.Generator` of its own. Generators of other devices are shared in any case, and the CPU's
+            by worlds that run at once, in threads.
         records: Keeps a timeline of each `run`, for `write_trace`: memory for each message.
 
     Attributes:
