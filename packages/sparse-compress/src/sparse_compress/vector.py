@@ -172,8 +172,11 @@ class SparseVector:
             divisor: Divisor of all values, such as the number of ranks for their mean.
 
         Raises:
+            TypeError: ``out`` is no tensor.
             ValueError: ``out`` is of another size, dtype or device, or not contiguous.
         """
+        if not isinstance(out, Tensor):
+            raise TypeError(f"out is {type(out).__name__}, expected a tensor: torch.from_numpy(x) is one of x's memory")
         if (out.numel(), out.dtype, out.device) != (self.numel, self.dtype, self.device) or not out.is_contiguous():
             given = f"{out.dtype}, {tuple(out.shape)} on {out.device}"
             problem = f"{self} cannot be put into {given}: expected a contiguous tensor of its numel, dtype and device"
