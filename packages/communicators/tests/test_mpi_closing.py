@@ -4,10 +4,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+from ranks_on_threads import on_all, ranks
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
-from communicators import CollectiveError
+from communicators import CollectiveError, allreduce
 from communicators.background.transport import PeerLost
 from communicators.worlds import mpi
 
@@ -102,6 +104,19 @@ def test_who_is_absent_from_a_first_call_is_named():
 
     with pytest.raises(CollectiveError, match=r"after 2 s: rank 1 waits for ranks \[0, 3\] in the first call"):
         mpi._wait_for_all(Comm(), time.monotonic(), 2.0)
+
+
+def test_after_a_failure_it_says_how_to_go_on():
+    """Once a call has raised the reason: that is the same on all ranks, and another rank may raise it yet."""
+    comms = ranks(2)
+    held = [SimpleNamespace(Get_attr=lambda key, comm=comm: comm) for comm in comms]
+    assert mpi.from_mpi(held[0]) is comms[0]
+    reasons = on_all(comms, lambda comm: allreduce(torch.ones(3 + comm.rank), comm, native=False))
+    assert str(reasons[0]) == str(reasons[1])
+    with pytest.raises(CollectiveError, match=r"ranks disagree on call 0.*; .* go on with another one, by Dup\(\) on"):
+        mpi.from_mpi(held[0])
+    comms[1].control.told = False
+    assert mpi.from_mpi(held[1]) is comms[1]
 
 
 class Receive:

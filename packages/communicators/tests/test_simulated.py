@@ -16,6 +16,7 @@ from communicators import (
     Dies,
     Elapse,
     Link,
+    LinkLost,
     Payload,
     Round,
     SimulatedWorld,
@@ -309,9 +310,12 @@ def test_what_never_completes_is_an_error():
         SimulatedWorld(2).run(lambda comm: comm.rank or start(exchange(1, torch.ones(1)), comm))
 
 
-@pytest.mark.parametrize("memory", [torch.ones(3), torch.zeros(2, dtype=torch.uint8), torch.zeros(1, 20).byte()])
+@pytest.mark.parametrize(
+    "memory",
+    [torch.ones(3), torch.zeros(2).byte(), torch.zeros(1, 20).byte(), torch.zeros(48).byte()[::2]],
+)
 def test_the_memory_of_payloads_is_checked(memory):
-    with pytest.raises(ValueError, match="expected 1-D uint8 that begins with a free slot of 16 bytes"):
+    with pytest.raises(ValueError, match="expected contiguous 1-D uint8 that begins with a free slot of 16 bytes"):
         Payload(memory)
 
 
@@ -391,6 +395,13 @@ def test_long_runs_keep_no_results():
     [
         lambda: SimulatedWorld(0),
         lambda: SimulatedWorld(2, slowdown=[1.0]),
+        lambda: SimulatedWorld(2, slowdown=[1.0, -1.0]),
+        lambda: SimulatedWorld(2, slowdown=[1.0, math.nan]),
+        lambda: SimulatedWorld(2, jitter=-1e-3),
+        lambda: SimulatedWorld(2, jitter=math.nan),
+        lambda: SimulatedWorld(2, faults=[Dies(rank=2)]),
+        lambda: SimulatedWorld(2, faults=[Corrupts(rank=-1)]),
+        lambda: SimulatedWorld(2, faults=[LinkLost(0, 3, at=0.1, seconds=0.1)]),
         lambda: Link(-1.0, 0.0),
         lambda: Link(math.nan, 0.0),
         lambda: Link(0.0, math.inf),

@@ -59,3 +59,23 @@ def test_peers_outside_the_group():
 
     with pytest.raises(CollectiveError, match=r"a group of 2 ranks has no ranks \[2\]"):
         SimulatedWorld(4).run(body)
+
+
+def test_signals_stay_in_their_group():
+    """At each level ranks count from 0."""
+
+    def body(comm):
+        half = comm.split(comm.rank // 3)
+        pair = half.split(half.rank % 2)
+        of_half, of_pair = half.signals(), pair.signals()
+        of_half.send_all(10 + comm.rank)
+        of_pair.send_all(20 + comm.rank)
+        of_half.close()
+        of_pair.close()
+        return sorted(of_half.poll()), sorted(of_pair.poll())
+
+    first, second, third, *others = SimulatedWorld(6).run(body)
+    assert first == ([(1, 11), (2, 12)], [(1, 22)])
+    assert second == ([(0, 10), (2, 12)], [])
+    assert third == ([(0, 10), (1, 11)], [(0, 20)])
+    assert others[0] == ([(1, 14), (2, 15)], [(1, 25)])

@@ -1,6 +1,7 @@
 """What every transport gets: background calls, time-outs, failing alike, being closed. Ranks are threads here."""
 
 import gc
+import math
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from communicators import (
     Round,
     SimulatedWorld,
     allreduce,
+    allreduce_async,
     broadcast,
     run,
     start,
@@ -185,8 +187,29 @@ def test_a_wait_that_times_out_names_call_round_and_peer_and_the_call_goes_on():
     with pytest.raises(TimeoutError, match=r"within 0.05 s: rank 0 waits for rank 1 in call 0, round \d of ping"):
         work.wait(timeout=0.05)
     assert not work.is_completed()
-    assert run(ping(comms[1]), comms[1], facts="ping") == 0
-    assert work.wait(timeout=10) == 1
+    waiting = threading.Timer(0.05, lambda: run(ping(comms[1]), comms[1], facts="ping"))
+    waiting.start()
+    assert work.wait(timeout=math.inf) == 1
+    waiting.join()
+
+
+def test_a_schedule_that_never_waits_stops_no_other_call():
+    """Nor the end of the process, which waits for the engine's thread."""
+    over = threading.Event()
+
+    def polling():
+        while not over.is_set():
+            yield Round()
+
+    comms = ranks(2)
+    works = [start(polling(), comm) for comm in comms]
+    try:
+        sums = [allreduce_async(torch.ones(3), comm) for comm in comms]
+        assert [work.wait(10.0).tolist() for work in sums] == [[2.0] * 3] * 2
+    finally:
+        over.set()
+    for work in works:
+        work.wait(10.0)
 
 
 def test_all_who_wait_for_a_call_go_on_when_it_is_over():

@@ -119,6 +119,30 @@ def test_they_go_on_without_it_from_the_next_round_and_it_counts_no_longer():
         assert world.elapsed < 0.2
 
 
+def test_rounds_of_a_group_go_on_without_its_own_dead_only():
+    """Groups of one world, side by side with rounds of all of its ranks."""
+
+    def body(comm):
+        group, settings = comm.split(comm.rank % 2), {"quorum": "solo", "on_death": "shrink"}
+        own, like = torch.tensor([float(MARK**comm.rank)]), torch.zeros(1)
+        with PartialAllreduce(like, group, **settings) as inner, PartialAllreduce(like, comm, **settings) as outer:
+            results = []
+            for partial in (inner, outer):
+                got = []
+                for _ in range(3):
+                    comm.elapse(0.01)
+                    got += partial.allreduce(own)
+                got += partial.finish()
+                results.append((int(sum(result.total for result in got)), got[-1].members))
+        return results
+
+    results = SimulatedWorld(5, faults=[Dies(3, at=0.025)]).run(body)
+    evens, all_left = (3 * (1 + MARK**2 + MARK**4), (0, 1, 2)), (3 * (1 + MARK + MARK**2 + MARK**4), (0, 1, 2, 4))
+    assert results[0] == results[2] == results[4] == [evens, all_left]
+    assert results[1] == [(3 * MARK + 2 * MARK**3, (0,)), all_left]
+    assert results[3] is None
+
+
 def test_without_shrink_all_others_raise_one_error_that_names_it():
     def body(comm):
         try:

@@ -377,6 +377,34 @@ def test_after_a_meeting_states_are_of_one_round_whoever_goes_on_first():
     assert len({tuple(got[-1:]) for got, _, _ in outcomes}) == 1
 
 
+@pytest.mark.parametrize("reads", [None, 1], ids=["unread", "broken off"])
+def test_a_meeting_that_was_not_read_to_its_end_is_an_error(reads):
+    """It is an iterator: called alone it did nothing, and ranks went on, or saved states, without having met."""
+
+    def body(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo") as partial:
+            comm.elapse(0.01 * (1 + comm.rank))
+            partial.allreduce(torch.ones(1))
+            meeting = partial.synchronize()
+            if reads:
+                next(meeting, None)
+            for wrong in (
+                partial.state_dict,
+                lambda: partial.allreduce(torch.ones(1)),
+                partial.synchronize,
+                lambda: next(partial.finish()),
+            ):
+                with pytest.raises(RuntimeError, match=r"before synchronize\(\) was read to its end: `for result in"):
+                    wrong()
+            rounds = [result.round for result in meeting]
+            partial.state_dict()
+            return partial.round, len(rounds) <= 2
+
+    [(round_, few), *others] = SimulatedWorld(3).run(body)
+    assert few
+    assert {one for one, _ in others} == {round_}
+
+
 @pytest.mark.parametrize("on_death", ["error", "shrink"])
 def test_who_has_loaded_first_may_go_on_before_the_others_have_loaded(on_death):
     """Messages of very different speed; signals of the round that was saved must not begin the first one."""

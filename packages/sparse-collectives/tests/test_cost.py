@@ -5,6 +5,7 @@ import torch
 from communicators import Link, SimulatedWorld, run, schedules
 from sparse_collectives import ALGORITHMS, Traffic, sparse_allreduce
 from sparse_collectives.algorithms import gtopk, spardl_blocks
+from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.algorithms.topk_dsa import TopKDSA
 from sparse_collectives.prediction.cost import (
@@ -135,6 +136,40 @@ def test_merged_entries_are_those_that_are_merged(name, options, size, monkeypat
         lambda comm: run(entry.schedule(topk(torch.ones(96), 24), comm.rank, size, 24), comm, facts="counted")
     )
     assert sum(counted) == sum(entry.merged(rank, size, 24, 96) for rank in range(size))
+
+
+class Twice(GTopK):
+    """gTop-k that says it sends everything twice."""
+
+    name = "twice"
+
+    def sent(self, rank, size, k, numel, dtype):
+        one = super().sent(rank, size, k, numel, dtype)
+        return Traffic.total(one, one)
+
+
+def test_an_algorithm_of_ones_own_is_predicted():
+    situation = {"size": 8, "numel": 1000, "k": 10, "link": Link()}
+    mine, gtopk = predict(Twice(), **situation), predict("gtopk", **situation)
+    assert (mine.name, mine.nbytes, mine.rounds) == ("twice", 2 * gtopk.nbytes, 2 * gtopk.rounds)
+    assert predict("gtopk", **{**situation, "k": 5000}).density == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"algorithm": "powersgd"}, ValueError, "unknown algorithm 'powersgd'; known: dense, topk-allgather"),
+        ({"algorithm": "dense", "wire": "int8"}, ValueError, "unknown wire 'int8' of dense; known: fp32, bf16, fp16"),
+        ({"dtype": torch.float64, "wire": "bf16"}, TypeError, "carries float32 values"),
+        ({"numel": 0}, ValueError, "numel is 0, expected the number of elements, 1 or more"),
+        ({"size": 0}, ValueError, "size is 0, expected the number of ranks, 1 or more"),
+        ({"k": 0.5}, TypeError, "k is 0.5"),
+    ],
+)
+def test_what_cannot_be_predicted_says_what_can(wrong, error, says):
+    situation = {"algorithm": "gtopk", "size": 8, "numel": 1000, "k": 10, "link": Link(), **wrong}
+    with pytest.raises(error, match=says):
+        predict(situation.pop("algorithm"), **situation)
 
 
 @pytest.mark.few(12)

@@ -104,6 +104,17 @@ class Deaf(TopKAllgather):
         return TopKAllgather().sent(rank, size, k, numel, dtype)
 
 
+class Narrow(GTopK):
+    """Adds in float32, whatever was given."""
+
+    name = "narrow"
+
+    def schedule(self, sparse, rank, size, k, state=None):
+        reduction = yield from super().schedule(sparse, rank, size, k)
+        reduction.total.values.copy_(reduction.total.values.float())
+        return reduction
+
+
 def selecting(selection):
     """gTop-k with this selection."""
     return called("selecting", GTopK, select=lambda self, like, rank, size, k, state: selection)
@@ -278,6 +289,7 @@ def test_fewer_examples_leave_out_no_size_wire_or_shape(most):
     ("wrong", "says"),
     [
         (Losing(), "conservation"),
+        (Narrow(), r"torch\.float64: conservation"),
         (Silent(), "not finite"),
         (TooFew(), "rounds|bytes"),
         (More(), "rounds|bytes"),

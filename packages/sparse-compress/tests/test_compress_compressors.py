@@ -482,6 +482,13 @@ def test_clip_locally():
     assert gradients[1].item() == pytest.approx(4)
 
 
+def test_parameters_without_a_gradient_are_passed_over():
+    gradient = torch.tensor([8.0])
+    assert clip_locally([None, gradient, None], max_norm=2.0, ranks=1) == 8
+    assert gradient.item() == pytest.approx(2)
+    assert clip_locally([None], max_norm=2.0, ranks=1) == 0
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-7, 1e-6, 1e-3])
 def test_small_gradients_are_clipped_as_torch_clips_them(size):
     ours, torchs = [torch.tensor([size])], torch.nn.Parameter(torch.zeros(1))

@@ -236,6 +236,8 @@ def test_what_is_put_elsewhere_is_refused():
     for out in (torch.ones(5), torch.ones(6, dtype=torch.float64), torch.ones(3, 2).T, torch.ones(6, device="meta")):
         with pytest.raises(ValueError, match="cannot be put into"):
             sparse.put(out)
+    with pytest.raises(TypeError, match=r"out is ndarray, expected a tensor: torch.from_numpy"):
+        sparse.put(np.zeros(6, np.float32))
 
 
 def unaligned(x, offset):

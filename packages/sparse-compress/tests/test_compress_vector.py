@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import HEADER_BYTES, MAX_NUMEL, SparseVector, merge, topk, wire_nbytes
+from sparse_compress.vector import unpacked
 
 pytestmark = pytest.mark.quick
 
@@ -199,6 +200,17 @@ def test_saved_and_loaded_as_bytes():
     torch.save(topk(torch.tensor([1.0, 2.0]), 1).pack(), file)
     file.seek(0)
     assert SparseVector.unpack(torch.load(file, weights_only=True)).to_dense().tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_saved_and_loaded_in_a_checkpoint(dtype):
+    """Indices and values are views of one memory in two dtypes, which torch does not save."""
+    file, vector = io.BytesIO(), topk(torch.tensor([1.0, 3.0, -2.0], dtype=dtype), 2)
+    torch.save({"dropped": vector}, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([unpacked]):
+        loaded = torch.load(file, weights_only=True)["dropped"]
+    assert torch.equal(loaded.pack(), vector.pack())
 
 
 def test_copies_have_memory_of_their_own():

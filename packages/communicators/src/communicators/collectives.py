@@ -3,6 +3,7 @@
 `comm` is whatever `as_communicator` takes; all ranks of it call.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def allreduce(tensor: Tensor, comm: Any, *, average: bool = False, native: bool 
         native: Takes the transport's own allreduce where it has one; it may add in another order, so worlds agree
             within rounding. With native=False our schedule adds: the same bits in every world.
     """
-    _check(tensor)
+    _check_sum(tensor)
     comm = as_communicator(comm)
     if average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"the mean of {tensor.dtype} is not exact: convert to a float dtype or use average=False")
@@ -43,7 +44,7 @@ def allreduce_async(tensor: Tensor, comm: Any) -> Work[Tensor]:
         tensor: This rank's summand, copied now: what is written into it afterwards is not summed.
         comm: See `as_communicator`; all ranks call.
     """
-    _check(tensor)
+    _check_sum(tensor)
     comm = as_communicator(comm)
     schedule = dense.allreduce(_flat(tensor).clone(), comm.rank, comm.size)
     return start(schedule, comm, facts=_facts("allreduce", tensor), device=tensor.device)
@@ -104,3 +105,22 @@ def _check(tensor: Tensor) -> None:
         )
     if tensor.layout != torch.strided:
         raise TypeError(f"a dense collective takes a strided tensor, got {tensor.layout}; use .to_dense() first")
+    for kind in ("nested", "meta", "quantized"):
+        if getattr(tensor, f"is_{kind}"):
+            raise TypeError(f"a dense collective takes a plain tensor, that holds its elements, got a {kind} one")
+
+
+def _check_sum(tensor: Tensor) -> None:
+    _check(tensor)
+    if not _adds(tensor.dtype, tensor.device):
+        raise TypeError(f"{tensor.dtype} does not add in torch: give it in another dtype, as by .to(torch.int64)")
+
+
+@cache
+def _adds(dtype: torch.dtype, device: torch.device) -> bool:
+    one = torch.zeros(1, dtype=dtype, device=device)
+    try:
+        one.add_(one)
+    except NotImplementedError:
+        return False
+    return True

@@ -299,6 +299,10 @@ def _settings(schedule: Schedule[T], facts: str | None, timeout: float | None, c
             f"the schedule is {type(schedule).__name__}, expected a generator: what a function with "
             "`yield Round(...)` in it returns when it is called"
         )
+    if isinstance(schedule, GeneratorType) and (schedule.gi_frame is None or schedule.gi_suspended):
+        raise ValueError(
+            f"this {schedule.__qualname__} has run before, and a generator runs once: call its function again"
+        )
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm is {type(comm).__name__}, expected a Communicator: make it by as_communicator(comm)")
     waits = comm.timeout if timeout is None else check_timeout(timeout)
@@ -323,6 +327,8 @@ def run(
         device: Where received payloads are put, default the communicator's.
 
     Raises:
+        TypeError: The schedule is no generator, or `comm` no Communicator.
+        ValueError: The schedule has run before, or the time-out is not above 0.
         CollectiveError: A rank calls with other facts, has failed, or kept a round waiting for too long: the same
             reason on every rank.
     """
@@ -350,6 +356,8 @@ def start(
         device: Where received payloads are put, default the communicator's.
 
     Raises:
+        TypeError: As `run`.
+        ValueError: As `run`.
         CollectiveError: The communicator has failed already; later failures are raised by `Work.wait`.
     """
     settings = _settings(schedule, facts, timeout, comm)

@@ -31,9 +31,9 @@ def as_communicator(
 ) -> Communicator:
     """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
-    All ranks of a group call this together at its first use, because it is duplicated once. They do so again after a
-    torch process group was set up anew in place, or a call has raised its communicator's failure: then it is
-    another one.
+    All ranks of a group call this together at its first use, because it is duplicated once. For a torch process group
+    they do so again after it was set up anew in place, or a call has raised its communicator's failure: then it is
+    another one. An mpi4py communicator is duplicated, by Dup(), to go on after a failure.
 
     Args:
         comm: None is the default process group if it is initialised, else COMM_WORLD if mpi4py.MPI is imported, else

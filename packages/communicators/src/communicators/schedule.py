@@ -27,7 +27,7 @@ class Payload:
     yielded with it; it may be sent again, and what was received may be handed on.
 
     Args:
-        memory: 1-D uint8: SLOT_BYTES bytes that are free to be overwritten, then the body. Not copied.
+        memory: Contiguous 1-D uint8: SLOT_BYTES bytes that are free to be overwritten, then the body. Not copied.
 
     Raises:
         ValueError: Memory of another form.
@@ -36,10 +36,12 @@ class Payload:
     __slots__ = ("memory",)
 
     def __init__(self, memory: Tensor) -> None:
-        if memory.dtype != torch.uint8 or memory.dim() != 1 or memory.numel() < SLOT_BYTES:
+        flat = memory.dtype == torch.uint8 and memory.dim() == 1 and memory.is_contiguous()
+        if not flat or memory.numel() < SLOT_BYTES:
             raise ValueError(
-                f"a payload's memory is {memory.dtype} of shape {tuple(memory.shape)}, expected 1-D uint8 that begins "
-                f"with a free slot of {SLOT_BYTES} bytes: Payload.of(tensor) makes one of any tensor"
+                f"a payload's memory is {memory.dtype} of shape {tuple(memory.shape)} and strides {memory.stride()}, "
+                f"expected contiguous 1-D uint8 that begins with a free slot of {SLOT_BYTES} bytes: Payload.of(tensor) "
+                "makes one of any tensor"
             )
         self.memory = memory
 
@@ -137,10 +139,14 @@ class Elapse:
     """Computation that a schedule does between rounds: simulated worlds charge it, real ones ignore it.
 
     Attributes:
-        seconds: Duration of the computation.
+        seconds: Duration of the computation, 0 or more.
     """
 
     seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds >= 0:
+            raise ValueError(f"a computation takes 0 seconds or more, got {self.seconds}")
 
 
 Schedule: TypeAlias = Generator[Round | Elapse, Received, T]

@@ -74,23 +74,29 @@ def check_laws(
 ) -> list[R]:
     """Asserts conservation, agreement, bytes, and that worlds agree; returns the results in rank order.
 
-    collective(comm, x): called on every rank with that rank's input.
+    Integers add to the same bits in any order. So where the inputs are tensors of floats, agreement is asserted once
+    more of parts of them, whose sums round.
+
+    collective(comm, x): called on every rank with that rank's input, which it must not change.
     dense(x): the input as a dense tensor of exactly summable values (integers).
     total(result), dropped(result): the sum that it returns, and what this rank must put back in its residual.
     traffic(rank, size): bytes, slots included, and messages that a rank sends by the algorithm's expression.
     comm: a communicator of a real world of len(inputs) ranks; this process then runs the collective in one simulated
         world and there, with its rank's input, and must get the same bits.
     """
-    size = len(inputs)
+    size, given = len(inputs), [dense(x).clone() for x in inputs]
     results: list[R] = []
     for world in worlds(size) if comm is None else [SimulatedWorld(size)]:
         again = world.run(lambda c: collective(c, inputs[c.rank]))
         results = results or again
         for rank in range(size):
+            _same_bits(dense(inputs[rank]), given[rank], f"input: the collective changed that of rank {rank} of {size}")
             sent = world.bytes_sent[rank], world.messages_sent[rank]
             _check_rank(rank, again[rank], results, sent, total, dropped, traffic)
-    _check_conservation(results, [dense(x) for x in inputs], total, dropped)
-    if comm is not None:
+    _check_conservation(results, given, total, dropped)
+    if comm is None:
+        _check_order(collective, inputs, total)
+    else:
         assert comm.size == size, f"{size} inputs for {comm.size} ranks"
         nbytes, messages = comm.bytes_sent, comm.messages_sent
         real = collective(comm, inputs[comm.rank])
@@ -117,6 +123,22 @@ def _check_rank(
         _same_bits(dropped(result), dropped(expected[rank]), f"worlds: what rank {rank} dropped")
     if traffic is not None:
         assert sent == traffic(rank, size), f"bytes: rank {rank} of {size}: {sent} != {traffic(rank, size)}"
+
+
+def _check_order(
+    collective: Callable[[Communicator, X], R], inputs: Sequence[Any], total: Callable[[R], Tensor]
+) -> None:
+    """Asserts agreement of floats whose sums depend on the order of adding, which two ranks have in common anyway."""
+    if len(inputs) < 3 or not all(isinstance(x, Tensor) and x.is_floating_point() for x in inputs):
+        return
+    parts = [x / (rank + 3) for rank, x in enumerate(inputs)]
+    first: list[R] = []
+    for world in worlds(len(inputs)):
+        again = world.run(lambda c: collective(c, parts[c.rank]))
+        first = first or again
+        for rank, result in enumerate(again):
+            what = f"rank {rank} against rank 0 of {len(inputs)} in the first world, on floats whose sums round"
+            _same_bits(total(result), total(first[0]), f"agreement: {what}: do all add in one order?")
 
 
 def _check_conservation(

@@ -189,6 +189,7 @@ class PartialAllreduce:
         self.changes: str | None = None
         self._answered, self._waiting = set[int](), set[int]()
         self._closed, self._closing = False, frozenset[int]()
+        self._meets = False  # amid `synchronize`
         self._data = None if self._shrinks else self.comm.duplicate()
         with self._lock:  # signals of faster ranks may come before this one has returned
             self._signals = self.comm.signals(self._on_signal)
@@ -283,8 +284,8 @@ class PartialAllreduce:
     def synchronize(self, last: Mapping[int, Weighted] | None = None) -> Iterator[PartialResult]:
         """Meets all ranks that have more steps: yields rounds until one has found nobody running, and all is applied.
 
-        Every such rank calls it, each after as many steps as it likes; then all have applied the same rounds, and go
-        on. Call it for evaluation, and before a checkpoint.
+        Every such rank calls it, each after as many steps as it likes, and reads it to its end; then all have applied
+        the same rounds, and go on. Call it for evaluation, and before a checkpoint.
 
         Args:
             last: Tensors and their weight, by fragment, that this rank gives before.
@@ -293,7 +294,8 @@ class PartialAllreduce:
             Rounds in order, each to be applied once.
         """
         self._refuse_closed("synchronize()")
-        yield from self._rest(Stage.PAUSED, last)
+        self._meets = True
+        return self._rest(Stage.PAUSED, last)
 
     def finish(self, last: Mapping[int, Weighted] | None = None) -> Iterator[PartialResult]:
         """Ends this rank's steps: takes part until all others have none.
@@ -359,6 +361,7 @@ class PartialAllreduce:
         It differs between ranks. A round under way is waited for. The ranks can only go on together from states of
         the same round: take them after `synchronize()`, or when no rank is in a step.
         """
+        self._refuse_unread("state_dict()")
         self._wait(lambda: self._at_meeting is not None or not (self._machine.joined or self._machine.recovering))
         with self._lock:
             between, deposits = self._at_meeting, [one.state() for one in self._deposits]
@@ -435,6 +438,14 @@ class PartialAllreduce:
             raise RuntimeError(f"{what} after close(): make a new one, on every rank")
         if not finishes and self._machine.stage is Stage.FINISHED:
             raise RuntimeError(f"{what} after finish(): this rank has said that it has no more steps")
+        self._refuse_unread(what)
+
+    def _refuse_unread(self, what: str) -> None:
+        """Refuses to go on where ranks have not met: a generator that nobody reads does nothing."""
+        if self._meets:
+            raise RuntimeError(
+                f"{what} before synchronize() was read to its end: `for result in partial.synchronize():`, and apply it"
+            )
 
     def _give_up(self, error: BaseException) -> None:
         """Gives up this rank: all others raise why, unless something else went wrong before, or go on without it."""
@@ -475,6 +486,7 @@ class PartialAllreduce:
                     "something is given after the last round: make a new PartialAllreduce, on every rank"
                 )
             yield from self._taken()
+            self._meets = False
             return
         meeting = machine.meetings + 1 if stage is Stage.PAUSED else None
         with self._lock:
@@ -489,6 +501,7 @@ class PartialAllreduce:
             yield from self._taken(meeting)
             self._wait(lambda: bool(self._results) or over())
         yield from self._taken(meeting)
+        self._meets = False
 
     def _taken(self, meeting: int | None = None, leaving: int = 0) -> list[PartialResult]:
         """Rounds that are over and were not taken yet; up to the meeting of this number, once that has been.

@@ -271,6 +271,9 @@ def _check_reference(entry: Algorithm, size: int) -> None:
 
 
 def _integers(size: int, numel: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Random integers up to 10,000, so that most wires must round them, or up to 4, so that there are ties."""
-    most = 10_000 if numel % 2 else 4
-    return [torch.randint(-most, most, (numel,), generator=generator).to(dtype) for _ in range(size)]
+    """Random integers up to 10,000, so that most wires must round them, or up to 4, so that there are ties.
+
+    In float64 all are multiples of 2³⁰ + 1, which float32 does not hold.
+    """
+    most, unit = 10_000 if numel % 2 else 4, (1 << 30) + 1 if dtype == torch.float64 else 1
+    return [unit * torch.randint(-most, most, (numel,), generator=generator).to(dtype) for _ in range(size)]

@@ -146,7 +146,7 @@ class SparseVector:
         return self._entries
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.indices, self.values, self.numel)
+        return unpacked, (self.pack(),)  # torch.save refuses two views of one memory in unlike dtypes
 
     def __repr__(self) -> str:
         return f"SparseVector(entries={len(self)}, numel={self.numel}, dtype={self.dtype}, device={self.device})"
@@ -172,8 +172,11 @@ class SparseVector:
             divisor: Divisor of all values, such as the number of ranks for their mean.
 
         Raises:
+            TypeError: ``out`` is no tensor.
             ValueError: ``out`` is of another size, dtype or device, or not contiguous.
         """
+        if not isinstance(out, Tensor):
+            raise TypeError(f"out is {type(out).__name__}, expected a tensor: torch.from_numpy(x) is one of x's memory")
         if (out.numel(), out.dtype, out.device) != (self.numel, self.dtype, self.device) or not out.is_contiguous():
             given = f"{out.dtype}, {tuple(out.shape)} on {out.device}"
             problem = f"{self} cannot be put into {given}: expected a contiguous tensor of its numel, dtype and device"
@@ -240,6 +243,15 @@ class SparseVector:
         if buffer.is_cpu:
             check_entries(vector, 0, numel)
         return vector
+
+
+def unpacked(buffer: Tensor) -> SparseVector:
+    """Vector of a checkpoint: to `torch.load` with weights_only=True, give this function to `safe_globals`.
+
+    Args:
+        buffer: What `pack` gave.
+    """
+    return SparseVector.unpack(buffer)
 
 
 def _check(indices: Tensor, values: Tensor) -> None:

@@ -201,11 +201,12 @@ class Call:
         """Raises TypeError or ValueError for a mistake of the schedule's author."""
         for peer in (*action.sends, *action.recvs):
             if not isinstance(peer, int) or not 0 <= peer < self.size or peer == self.rank:
-                raise ValueError(f"{self.facts}: rank {self.rank} of {self.size} cannot exchange with rank {peer}")
+                given = f"{self.facts}: rank {self.rank} of {self.size} cannot exchange with rank {peer!r}"
+                raise ValueError(f"{given} ({type(peer).__name__}), expected another rank as an int")
         for peer, nbytes in action.recvs.items():
             if not isinstance(nbytes, int) or nbytes < 0:
                 said = f"{self.facts}: {nbytes!r} bytes to receive from rank {peer}"
-                raise ValueError(f"{said}, expected the body's as a whole number")
+                raise ValueError(f"{said}, given as {type(nbytes).__name__}, expected the body's as an int from 0 on")
         for peer, payload in action.sends.items():
             if not isinstance(payload, Payload):
                 given = type(payload).__name__

@@ -47,6 +47,8 @@ RETIRE_SECONDS = 1.0
 """Longest time that messages of a retired communicator may take to be sent."""
 HASTY_ABORT_SECONDS = 0.2
 """Wait for an abort reason after a time-out where the communicator is `hasty`."""
+ROUNDS_A_TURN = 64
+"""Most rounds of a call, each of which needs no waiting, before the other calls have their turn."""
 CPU = torch.device("cpu")
 _NO_STREAM = nullcontext()
 
@@ -112,7 +114,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 self._awaited = self._awaited or threading.Event()  # hardly any call is waited for
             if self.ended is None:
                 with labelled("wait"):
-                    self._awaited.wait(timeout)
+                    self._awaited.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         return self.ended is not None
 
     def get_future(self, *beside: Work[Any]) -> torch.futures.Future[Any]:
@@ -211,9 +213,12 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         self.control.request_abort(errors.failed(self.control.rank, self.call.facts, error))
 
     def _step_through(self) -> bool:
-        """Takes rounds that have arrived and posts the next ones; True once nothing of the call is waited for."""
+        """Takes rounds that have arrived and posts the next ones; True once nothing of the call is waited for.
+
+        A schedule that never waits leaves others their turn after ROUNDS_A_TURN of them.
+        """
         received: Received = {}
-        while True:
+        for _ in range(ROUNDS_A_TURN):
             if self._pending is not None:
                 if not (arrived := self._pending.arrived()):
                     if arrived is None:
@@ -240,6 +245,9 @@ class OutstandingCall(Work[Any], Attempt, Driven):
                 self._unsent = []
             elif not isinstance(action, Elapse):
                 self._post(action)
+        else:
+            self.comm.engine.wake()
+            return False
         if self.side is not None and not self.side.is_idle():
             return False
         if self.call.doubts:

@@ -154,7 +154,10 @@ class EventLoop:
         if self.over:
             self.refuse_if_failed()
         if threading.current_thread() is self._thread:
-            raise RuntimeError(f"{what} in on_signal would wait for itself: do so in the rank's own function")
+            raise RuntimeError(
+                f"{what} in on_signal, or in a schedule, would wait for itself: do so in the rank's own function; one "
+                "schedule reaches another by `yield from`"
+            )
 
     def sleep(self, rank: int, seconds: float) -> None:
         """Lets `seconds` of virtual time pass on this rank."""

@@ -20,7 +20,7 @@ import torch
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
 from communicators.link import Link, Path
-from communicators.schedule import Schedule, among
+from communicators.schedule import Elapse, Schedule, among
 from communicators.schedules.dense import allgather, barrier
 from communicators.signals import OnSignal, Signals
 from communicators.simulated.board import SimulatedBoard
@@ -50,7 +50,8 @@ class SimulatedWorld:
         own_generators: Gives each rank torch's global generator on the CPU to itself, as a process has it, seeded by
             `seed` and its rank; so dropout on a rank does not depend on which ranks ran before, and a rank may call
             `torch.manual_seed`. False: all ranks draw from the caller's, in the order in which they run; then give
-            what draws a `torch.Generator` of its own. Generators of other devices are shared in any case.
+            what draws a `torch.Generator` of its own. Generators of other devices are shared in any case, and the CPU's
+            by worlds that run at once, in threads.
         records: Keeps a timeline of each `run`, for `write_trace`: memory for each message.
 
     Attributes:
@@ -76,13 +77,19 @@ class SimulatedWorld:
     ) -> None:
         if size < 1:
             raise ValueError(f"a world needs at least 1 rank, got size={size}")
-        if slowdown is not None and len(slowdown) != size:
-            raise ValueError(f"slowdown names {len(slowdown)} factors, expected one for each of {size} ranks")
+        if slowdown is not None and (len(slowdown) != size or not all(0 <= factor < math.inf for factor in slowdown)):
+            raise ValueError(f"slowdown names {slowdown}, expected a finite factor >= 0 for each of {size} ranks")
+        if not 0 <= jitter < math.inf:
+            raise ValueError(f"a world needs a finite jitter >= 0 s, got {jitter}")
         self.size, self.elapsed = size, 0.0
         self.bytes_sent, self.messages_sent = [0] * size, [0] * size
         self._draw, self._seed, self._own_generators = draw, seed, own_generators
         self.records, self.timeline = records, Timeline(size)
         faults = list(faults)
+        for fault in faults:
+            ranks = {getattr(fault, "rank", 0), getattr(fault, "peer", None)} - {None}
+            if not ranks <= set(range(size)):
+                raise ValueError(f"{fault} names a rank that is none of {size}, so it would never happen")
         self._conditions = Conditions(
             size,
             link if callable(link) else _equal(link or Link()),
@@ -145,13 +152,14 @@ class SimulatedCommunicator(Communicator):
     world, in order, where it is not all of them; inside, they count from 0. Errors name ranks of the world.
     """
 
+    outlives_ranks = True
+
     def __init__(
         self, loop: EventLoop, place: int, context: Context = (), members: Sequence[int] | None = None
     ) -> None:
         self.loop, self.context, self.place, self._members = loop, context, place, members
         self.places = range(loop.world.size) if members is None else members
         self.rank, self.size = self.places.index(place), len(self.places)
-        self.outlives_ranks = members is None
         self._duplicates: list[SimulatedCommunicator] = []
         self._made, self._closed = 0, False
 
@@ -192,8 +200,6 @@ class SimulatedCommunicator(Communicator):
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
         """Signals of a duplicate; the loop calls `on_signal` between the turns of ranks."""
-        if not self.outlives_ranks:
-            return super().signals(on_signal)
         made = self.duplicate()
         return SimulatedSignals(made, self.loop, made.context, self.places, on_signal, hasty=self.hasty)
 
@@ -218,7 +224,7 @@ class SimulatedCommunicator(Communicator):
         context = (*self.context, -1, generation)
         self.loop.groups[context] = frozenset(places)
         made = SimulatedCommunicator(self.loop, self.place, context, places)
-        made.outlives_ranks = made.hasty = True
+        made.hasty = True
         return made
 
     @property
@@ -241,7 +247,7 @@ class SimulatedCommunicator(Communicator):
 
     def elapse(self, seconds: float) -> None:
         """Computes for `seconds` of virtual time, times this rank's slowdown."""
-        self.loop.compute(self.place, seconds * self.loop.world.slowdown[self.place])
+        self.loop.compute(self.place, Elapse(seconds).seconds * self.loop.world.slowdown[self.place])
 
     def _inner(self, which: tuple[int, ...], members: Sequence[int] | None) -> SimulatedCommunicator:
         self._made += 1

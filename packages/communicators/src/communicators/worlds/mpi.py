@@ -94,12 +94,18 @@ def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunic
     """Our communicator for an mpi4py one; made once and kept as its attribute. Collective at its first use.
 
     patience: seconds that the first use waits for the other ranks, default TIMEOUT_SECONDS. Raises CollectiveError that
-    names those that did not come; so does every later use, because the others would meet this one half-way.
+    names those that did not come; so does every later use, because the others would meet this one half-way. Likewise
+    after a failure that this rank has raised, with what to do.
     """
     cached = comm.Get_attr(_keyval())
     if isinstance(cached, CollectiveError):
         raise CollectiveError(str(cached))
     if isinstance(cached, TransportCommunicator) and not cached.closed:
+        if cached.failure is not None and cached.control.told:
+            raise CollectiveError(
+                f"{cached.failure}; that has ended all calls with this mpi4py communicator: go on with another one, by "
+                "Dup() on every rank"
+            )
         return cached
     try:
         made = TransportCommunicator(MPITransport(comm, TIMEOUT_SECONDS if patience is None else patience))

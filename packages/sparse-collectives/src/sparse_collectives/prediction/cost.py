@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from communicators import Link, schedules
-from sparse_compress import TopK
+from sparse_compress import TopK, arguments
 
-from sparse_collectives.algorithm import Traffic
+from sparse_collectives.algorithm import Algorithm, Traffic
 from sparse_collectives.algorithms.table import ALGORITHMS, resolve
 from sparse_collectives.wire import DENSE_WIRES, WIRES
 
@@ -110,7 +110,7 @@ def on_wire(algorithm: str, wire: str) -> str:
 
 
 def predict(
-    algorithm: str,
+    algorithm: str | Algorithm,
     *,
     size: int,
     numel: int,
@@ -123,20 +123,25 @@ def predict(
 ) -> Prediction:
     """One algorithm's exchange of k of n elements a rank, over P ranks, as the busiest rank sees it.
 
-    dtype: of the gradient. options: the algorithm's own settings. wire: in `WIRES`, for "dense" in `DENSE_WIRES`.
+    algorithm: a name, or one of your own. dtype: of the gradient. options: the algorithm's own settings. wire: in
+    `WIRES`, for "dense" in `DENSE_WIRES`. ValueError or TypeError for what is none of these, or does not fit.
     """
-    selects = ALGORITHMS[algorithm].selects
-    if not selects:
-        dtype = DENSE_WIRES[wire] or dtype
+    entry = resolve(algorithm)
+    name, selects = entry.name, entry.selects
+    for what, value, expected in (("size", size, "ranks"), ("numel", numel, "elements"), ("k", k, "entries of a rank")):
+        arguments.integer(value, what, least=1, expected=f"the number of {expected}")
+    if not selects and wire not in DENSE_WIRES:
+        raise ValueError(f"unknown wire {wire!r} of {name}; known: {', '.join(DENSE_WIRES)}")
+    dtype = dtype if selects else DENSE_WIRES[wire] or dtype
     settings = dict(options or {})
-    found = _loads(algorithm, tuple(sorted(settings.items())), wire, size, numel, k, dtype)
-    per_entry = handling.merge.get(on_wire(algorithm, wire), 0.0)
+    found = _loads(entry, tuple(sorted(settings.items())), wire, size, numel, k, dtype)
+    per_entry = handling.merge.get(on_wire(name, wire), 0.0)
     return Prediction(
-        algorithm,
+        name,
         numel,
-        k / numel if selects else 1.0,
+        min(k, numel) / numel if selects else 1.0,
         wire,
-        compression=handling.prescribed.get(algorithm, handling.compress) * numel if selects else 0.0,
+        compression=handling.prescribed.get(name, handling.compress) * numel if selects else 0.0,
         options=settings,
         **network_seconds([traffic for traffic, _ in found], [per_entry * merged for _, merged in found], link),
     )
@@ -241,11 +246,16 @@ def ranks_of_interest(size: int) -> Sequence[int]:
 
 @lru_cache(maxsize=1 << 11)  # every link and every simulated rank asks for the same
 def _loads(
-    algorithm: str, options: tuple[tuple[str, Any], ...], wire: str, size: int, numel: int, k: int, dtype: torch.dtype
+    entry: Algorithm,
+    options: tuple[tuple[str, Any], ...],
+    wire: str,
+    size: int,
+    numel: int,
+    k: int,
+    dtype: torch.dtype,
 ) -> list[tuple[Traffic, int]]:
     """Traffic and merged entries of the ranks of interest; if bytes depend on the data, those of random selections."""
-    wire = wire if ALGORITHMS[algorithm].selects else "fp32"
-    entry = resolve(algorithm, dict(options), size=size, wire=wire)
+    entry = resolve(entry, dict(options), size=size, wire=wire if entry.selects else "fp32", dtype=dtype)
     return [
         (entry.typical(rank, size, k, numel, dtype), entry.merged(rank, size, k, numel) if size > 1 else 0)
         for rank in ranks_of_interest(size)

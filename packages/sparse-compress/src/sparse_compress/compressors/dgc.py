@@ -49,14 +49,14 @@ class DGCTopK(Density):
         return select_at_least(flat, float(threshold), k)
 
 
-def clip_locally(gradients: Iterable[Tensor], max_norm: float, ranks: int) -> Tensor:
+def clip_locally(gradients: Iterable[Tensor | None], max_norm: float, ranks: int) -> Tensor:
     """Scales the gradients in place so that their norm together is at most ``max_norm`` / √ranks.
 
     Call it before they are accumulated, on every rank by itself: the norm of a sum of ``ranks`` independent gradients
     grows as √ranks, so the sum is clipped to about ``max_norm`` (Lin et al., ICLR 2018, section 3.2).
 
     Args:
-        gradients: Dense tensors of any shapes.
+        gradients: Dense tensors of any shapes; None, of a parameter without a gradient, is passed over.
         max_norm: Bound of the norm of the sum over the ranks, > 0.
         ranks: Number of ranks, ≥ 1.
 
@@ -71,9 +71,9 @@ def clip_locally(gradients: Iterable[Tensor], max_norm: float, ranks: int) -> Te
         raise TypeError("gradients is a tensor, whose rows would be taken for gradients: give [tensor]")
     max_norm = positive(max_norm, "max_norm", expected="the norm of the sum over ranks")
     ranks = integer(ranks, "ranks", least=1, expected="the number of ranks")
-    gradients = list(gradients)
-    norm = torch.nn.utils.get_total_norm(gradients)
+    present = [gradient for gradient in gradients if gradient is not None]
+    norm = torch.nn.utils.get_total_norm(present)
     scale = (max_norm * ranks**-0.5 / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
+    for gradient in present:
         gradient.mul_(scale.to(gradient.device))
     return norm
