@@ -8,6 +8,7 @@ from communicators import SLOT_BYTES, CollectiveError, SimulatedWorld, run, test
 from communicators.schedules.quantised import (
     BITS,
     BLOCK,
+    STEPS,
     packed,
     quantised_allreduce,
     quantised_nbytes,
@@ -30,7 +31,7 @@ def test_what_is_sent_and_what_is_left_are_the_input_exactly(bits, values):
     code = packed(x, bits)
     rounded = unpacked(code, len(x), bits)
     assert code.dtype == torch.int8
-    assert len(code) == quantised_nbytes(len(x), bits) == -(-len(x) * bits // 8) + -(-len(x) // BLOCK)
+    assert len(code) == quantised_nbytes(len(x), bits) == -(-len(x) * bits // 8) + 2 * -(-len(x) // BLOCK)
     assert torch.equal((x - rounded).double() + rounded.double(), x.double())
     for block, rest in zip(x.split(BLOCK), (x - rounded).split(BLOCK), strict=True):
         largest = float(block.abs().max())
@@ -40,23 +41,25 @@ def test_what_is_sent_and_what_is_left_are_the_input_exactly(bits, values):
 
 
 @either
-def test_steps_of_the_scale_are_carried_exactly(bits):
+@pytest.mark.parametrize("side", [1, -1])
+def test_steps_of_the_scale_are_carried_exactly(bits, side):
     """Also where neighbours have unlike signs, and the number of elements is odd."""
-    most = 2 ** (bits - 1) - 1
-    x = torch.arange(-most, most + 1).float() * 2.0**-9
+    least, most = STEPS[bits]
+    x = side * torch.cat([torch.arange(least, most + 1), torch.zeros(1)]) * 2.0**-9
     assert torch.equal(unpacked(packed(x, bits), len(x), bits), x)
 
 
-@pytest.mark.parametrize(("bits", "scales"), [(8, 1), (4, 1), (2, 6)])
+@pytest.mark.parametrize(("bits", "scales"), [(8, 1), (4, 4), (2, 6)])
 @given(st.integers(1, BLOCK), st.sampled_from([0.1, 1.0, 3.0]), st.integers(0, 99))
 def test_the_scale_is_the_one_that_leaves_the_least(bits, scales, numel, spread, seed):
-    """By trying each power of two, from the least that clips nothing downwards."""
+    """By trying each power of two, from the least that clips nothing downwards, with the larger side's sign."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))
     left = float((x - unpacked(packed(x, bits), numel, bits)).double().square().sum())
-    most = 2 ** (bits - 1) - 1
-    highest = math.ceil(math.log2(float(x.abs().max()) / (most + 0.5)))
-    tried = [(x / s).round().clamp(-most, most) * s for s in (2.0 ** (highest - halved) for halved in range(scales))]
+    largest, (least, most) = float(x[x.abs().argmax()]), STEPS[bits]
+    highest = math.ceil(math.log2(abs(largest) / min(0.5 - least, 2 ** (bits - 1))))
+    powers = [math.copysign(2.0 ** (highest - halved), -largest) for halved in range(scales)]
+    tried = [(x / power).round().clamp(least, most) * power for power in powers]
     assert left == pytest.approx(min(float((x - one).double().square().sum()) for one in tried), rel=1e-5)
 
 

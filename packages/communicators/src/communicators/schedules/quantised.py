@@ -3,10 +3,11 @@
 What is rounded off is given back to one rank each time, for error feedback on both sides: DoubleSqueeze (Tang et al.,
 ICML 2019).
 
-Float32 travels in 8, 4 or 2 bits an element, and a byte a block of 1,024 for its scale, block by block, as 8-bit
+Float32 travels in 8, 4 or 2 bits an element, and 2 bytes a block of 1,024 for its scale, block by block, as 8-bit
 optimizers do (Dettmers et al., ICLR 2022). The scale is a power of two, so that what is rounded and what is left over
-are the input exactly. Of 8 and 4 bits it is the least that clips nothing. In 2 bits an element is a sign or zero; the
-scale is then the one with the least squared error, and what it clips off large elements waits for the next sum.
+are the input exactly. Of 8 bits it is the least that clips nothing. In 4 and 2 bits it has a sign, which gives the side
+of the largest element the step more that two's complement has, and is the one with the least squared error; what it
+clips off large elements waits for the next sum.
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,13 @@ from communicators.schedules.dense import allgather_blocks, block_bounds
 
 BLOCK = 1024
 BITS = (8, 4, 2)
-NOT_FINITE = -128
-"""Mark in place of a scale: the block held NaN or inf, and is read as NaN."""
-
 LEAST = -126
 """The least exponent of a normal number."""
 
-SCALES = {8: 1, 4: 1, 2: 6}
+STEPS = {8: (-127, 127), 4: (-8, 7), 2: (-2, 1)}
+"""Least and most steps of the scale, by bits."""
+
+SCALES = {8: 1, 4: 4, 2: 6}
 """Number of scales to choose from, by bits: the least that clips nothing, and its halves."""
 
 PIECE = 64
@@ -96,13 +97,14 @@ def _check(x: Tensor, bits: int) -> None:
 
 
 def packed(x: Tensor, bits: int = 8) -> Tensor:
-    """Packs 1-D float32, from the beginning of a block on, into int8: all elements, then all exponents.
+    """Packs 1-D float32, from the beginning of a block on, into int8: all elements, then all scales.
 
-    Each element becomes the nearest multiple of 2^e within 2^(bits − 1) − 1 steps; of `SCALES` the one that leaves the
-    least Σ (x − Q(x))². `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN.
+    Each element becomes the nearest multiple of ±2^e within `STEPS`; of `SCALES` the one that leaves the least
+    Σ (x − Q(x))².
+    `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN.
     """
-    steps, exponents = zip(*(_rounded(piece, bits) for piece in _pieces(_in_blocks(x))), strict=True)
-    return torch.cat([_joined(torch.cat(steps).view(-1)[: x.numel()], bits), *exponents])
+    steps, scales = zip(*(_rounded(piece, bits) for piece in _pieces(_in_blocks(x))), strict=True)
+    return torch.cat([_joined(torch.cat(steps).view(-1)[: x.numel()], bits), torch.cat(scales).view(torch.int8)])
 
 
 def _pieces(blocks: Tensor) -> Sequence[Tensor]:
@@ -110,35 +112,42 @@ def _pieces(blocks: Tensor) -> Sequence[Tensor]:
 
 
 def _rounded(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Steps of blocks, and their exponents, int8."""
-    most = (1 << (bits - 1)) - 1
-    largest = blocks.abs().amax(1)
+    """Steps of blocks, int8, and their scales, bfloat16."""
+    least, most = STEPS[bits]
+    high, low = blocks.amax(1), blocks.amin(1)
+    largest = torch.maximum(high, -low)
     fraction, exponent = torch.frexp(largest)  # largest = fraction · 2^exponent, 1/2 ≤ fraction < 1
-    beyond = fraction >= (most + 0.5) / (most + 1)  # would be rounded to one step too many
-    scale = (exponent - (bits - 1) + beyond.int()).clamp(LEAST, _most_exponent(bits))
-    scale = torch.where(torch.isfinite(largest), scale, 0)
+    beyond = fraction >= (0.5 - least) / (1 << (bits - 1))  # would be rounded to one step too many
+    exponent = (exponent - (bits - 1) + beyond.int()).clamp(LEAST, _most_exponent(bits))
+    exponent = torch.where(largest.isfinite(), exponent, 0)
+    side = torch.where((high > -low) & (-least > most), -1.0, 1.0)
     if SCALES[bits] > 1:
-        scale = (scale - _halvings(blocks / _power(scale)[:, None], most, SCALES[bits])).clamp(min=LEAST)
-    steps = (blocks / _power(scale)[:, None]).round().clamp(-most, most).nan_to_num(0.0)
-    exponents = torch.where(torch.isfinite(largest), scale, NOT_FINITE)
-    return steps.to(torch.int8), exponents.to(torch.int8)
+        exponent = (exponent - _halvings(blocks / (side * _power(exponent))[:, None], bits)).clamp(min=LEAST)
+    scale = side * _power(exponent)
+    steps = _nearest(blocks / scale[:, None], bits).nan_to_num(0.0)
+    return steps.to(torch.int8), torch.where(largest.isfinite(), scale, torch.nan).bfloat16()
+
+
+def _nearest(scaled: Tensor, bits: int) -> Tensor:
+    return scaled.round().clamp_(*STEPS[bits])
 
 
 def unpacked(bytes_: Tensor, numel: int, bits: int = 8, out: Tensor | None = None) -> Tensor:
     """The float32 elements that `packed` gave, rounded. out: memory for whole blocks of them, at least."""
     nbytes = _steps_nbytes(numel, bits)
-    coded, exponents = bytes_.split_with_sizes([nbytes, bytes_.numel() - nbytes])
-    power = torch.where(exponents == NOT_FINITE, torch.nan, _power(exponents.int().clamp(LEAST, _most_exponent(bits))))
+    coded, scales = bytes_.split_with_sizes([nbytes, bytes_.numel() - nbytes])
+    most = 2.0 ** _most_exponent(bits)
+    scale = scales.clone().view(torch.bfloat16).float().clamp(-most, most)
     steps = _in_blocks(_steps(coded, numel, bits))
     found = torch.empty(steps.shape, device=steps.device) if out is None else out[: steps.numel()].view(steps.shape)
-    for parts in zip(*map(_pieces, (steps, power[:, None], found)), strict=True):
+    for parts in zip(*map(_pieces, (steps, scale[:, None], found)), strict=True):
         torch.mul(parts[0], parts[1], out=parts[2])
     return found.view(-1)[:numel]
 
 
 def quantised_nbytes(numel: int, bits: int = 8) -> int:
     """Bytes of `numel` packed elements."""
-    return _steps_nbytes(numel, bits) + -(-numel // BLOCK)
+    return _steps_nbytes(numel, bits) + 2 * -(-numel // BLOCK)
 
 
 def _steps_nbytes(numel: int, bits: int) -> int:
@@ -150,13 +159,12 @@ def _most_exponent(bits: int) -> int:
     return 128 - bits
 
 
-def _halvings(blocks: Tensor, most: int, scales: int) -> Tensor:
-    """How often each block's step, 1, is to be halved for the least squared error with at most so many steps."""
+def _halvings(scaled: Tensor, bits: int) -> Tensor:
+    """How often each block's scale, 1, is to be halved for the least squared error."""
     errors = []
-    for halved in range(scales):
-        scaled = blocks * 2.0**halved
-        error = (scaled - scaled.round().clamp_(-most, most)).square_().sum(1)
-        errors.append(error * 4.0**-halved)
+    for halved in range(SCALES[bits]):
+        finer = scaled * 2.0**halved
+        errors.append((finer - _nearest(finer, bits)).square_().sum(1) * 4.0**-halved)
     return torch.stack(errors).argmin(0).int()
 
 
