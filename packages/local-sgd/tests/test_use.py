@@ -531,6 +531,47 @@ def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step(algor
     SimulatedWorld(2).run(body)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_that_was_converted_later_is_an_error_of_the_next_exchange(algorithm, dtype):
+    """Means would be in 32 bits, and what is rounded off would be lost."""
+
+    def body(comm):
+        model = nn.Linear(3, 2)
+        optimizer = algorithm(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm, sync_every=1)
+        model.to(dtype)
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match=rf"2 parameters have other dtypes .* before and \({dtype}, .* now"):
+            optimizer.average()
+
+    SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.add_module("1", nn.Linear(2, 2)),
+        lambda model: nn.utils.parametrizations.weight_norm(model[1]),
+        lambda model: model[2].requires_grad_(True),
+    ],
+    ids=["replaced", "parametrized", "unfrozen"],
+)
+def test_what_came_into_the_model_later_and_is_not_trained_is_told(change):
+    def body(comm):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1).requires_grad_(False))
+        inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer = LocalSGD(inner, comm=comm, model=model, sync_every=1)
+        change(model)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        with pytest.raises(
+            ValueError, match=r"trainable parameters that the optimizer does not have: \['[12]\..*drain"
+        ):
+            optimizer.average()
+
+    SimulatedWorld(2).run(body)
+
+
 def said_in_steps(task, optimizer, steps, *, averages):
     """Where warnings were, and of which step."""
     said = []
