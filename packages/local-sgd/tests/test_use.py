@@ -364,6 +364,13 @@ def test_an_inner_state_that_cannot_be_averaged():
         optimizer.average()
 
 
+def test_an_inner_state_that_could_be_averaged_in_part_is_refused():
+    """Adafactor keeps the second moment of a matrix as two factors, and that of a bias as it is."""
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"Adafactor keeps \['col_var', 'row_var'\], .* take 'keep' or 'reset'"):
+        LocalSGD(torch.optim.Adafactor(model.parameters()), inner_state="average")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_averaged_in_thirty_two_and_nothing_is_rounded_away(algorithm, dtype):
