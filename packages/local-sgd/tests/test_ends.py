@@ -545,6 +545,8 @@ def test_settings_that_differ_are_told_so_when_it_is_made(broadcast):
         (DeMo, {}),
         (LocalSGD, {"inner_state": "average"}),
         (OverlapLocalSGD, {"inner_state": "average"}),
+        (LocalSGD, {"buffers": "keep"}),
+        (OverlapLocalSGD, {"buffers": "keep"}),
     ],
 )
 def test_a_rank_that_has_finished_counts_in_no_mean(algorithm, options):
@@ -554,7 +556,7 @@ def test_a_rank_that_has_finished_counts_in_no_mean(algorithm, options):
         p = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))})
         p.register_buffer("seen", torch.zeros(1))
         inner = torch.optim.SGD(p.parameters(), lr=1.0, momentum=0.5)
-        optimizer = algorithm(inner, comm=comm, model=p, sync_every=2, buffers="average", **options)
+        optimizer = algorithm(inner, comm=comm, model=p, sync_every=2, **{"buffers": "average", **options})
         for step in range(8 if comm.rank else first):
             inner.param_groups[0]["lr"] = 0.5**step
             for each in p.values():
@@ -571,3 +573,23 @@ def test_a_rank_that_has_finished_counts_in_no_mean(algorithm, options):
 
     finished, alike = (SimulatedWorld(2).run(partial(run, first=first))[1] for first in (2, 8))
     assert all(map(torch.equal, finished, alike))
+
+
+@pytest.mark.parametrize("steps", [6, 7, 8])
+def test_buffers_at_the_end_are_of_all_that_finished_a_block_before_at_most(algorithm, steps):
+    """So ranks whose numbers of batches differ by one all count."""
+
+    def body(comm):
+        p = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))})
+        p.register_buffer("seen", torch.zeros(1))
+        optimizer = algorithm(torch.optim.SGD(p.parameters(), lr=0.1), comm=comm, model=p, sync_every=2)
+        for step in range((8, steps, 2)[comm.rank]):
+            for each in p.values():
+                each.grad = torch.ones(4)
+            p.seen.fill_(step)
+            optimizer.step()
+            optimizer.average()
+        optimizer.finish()
+        return p.seen.item()
+
+    assert SimulatedWorld(3).run(body) == [(7 + steps - 1) / 2] * 3
