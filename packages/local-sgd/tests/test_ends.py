@@ -101,6 +101,26 @@ def test_a_drain_that_others_do_not_come_to(quadratic):
             SimulatedWorld(3).run(body)
 
 
+def test_a_drain_in_inference_mode_leaves_state_that_steps_can_change(algorithm):
+    """An evaluation that drains: what the drain makes, as the outer momentum and rounding errors, is no tensor of it."""
+
+    def body(comm, mode):
+        p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        optimizer = algorithm(torch.optim.SGD([p], lr=0.1), comm=comm, sync_every=4)
+        for step in range(8):
+            if step in (2, 5):
+                with mode():
+                    optimizer.drain()
+            p.grad = torch.full_like(p, comm.rank + step)
+            optimizer.step()
+            optimizer.average()
+        optimizer.finish()
+        return p.detach()
+
+    looking, plain = (SimulatedWorld(2).run(partial(body, mode=mode)) for mode in (torch.inference_mode, torch.no_grad))
+    assert all(map(torch.equal, looking, plain))
+
+
 def test_an_exception_leaves_without_a_drain(quadratic):
     """Which would wait for ranks that do not come."""
 
