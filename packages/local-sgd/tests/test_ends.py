@@ -1,6 +1,7 @@
 """Uneven ranks, drains, wrong and missing calls: a stated meaning or a clear error, never a hang."""
 
 import gc
+import warnings
 from functools import partial
 
 import pytest
@@ -8,7 +9,18 @@ import torch
 from communicators import CollectiveError, Dies, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from local_sgd import BMUF, EASGD, CoCoDSGD, DeMo, LocalSGD, OverlapLocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
+from local_sgd import (
+    BMUF,
+    EASGD,
+    CoCoDSGD,
+    DeMo,
+    DiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    SlowMo,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from torch import nn
 
 pytestmark = pytest.mark.quick
@@ -102,7 +114,7 @@ def test_a_drain_that_others_do_not_come_to(quadratic):
 
 
 def test_a_drain_in_inference_mode_leaves_state_that_steps_can_change(algorithm):
-    """An evaluation that drains: what the drain makes, as the outer momentum and rounding errors, is no tensor of it."""
+    """An evaluation that drains: what the drain makes, as the outer momentum or rounding errors, is no tensor of it."""
 
     def body(comm, mode):
         p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
@@ -613,3 +625,39 @@ def test_buffers_at_the_end_are_of_all_that_finished_a_block_before_at_most(algo
         return p.seen.item()
 
     assert SimulatedWorld(3).run(body) == [(7 + steps - 1) / 2] * 3
+
+
+@pytest.mark.parametrize("end", ["finish", "drain"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(DiLoCo, sync_every=8),
+        partial(StreamingDiLoCo, sync_every=8, fragments=1, delay=0, alpha=0.0),
+        partial(SlowMo, sync_every=8, alpha=1.0, beta=0.8),
+        partial(BMUF, sync_every=8, block_rate=1.0, momentum=0.8),
+        partial(DiLoCo, sync_every=8, compress="int8"),
+    ],
+)
+def test_a_momentum_over_blocks_takes_no_step_for_a_block_that_no_rank_has_completed(make, end):
+    """Where gradients have come to zero it would move the model away, by as much as after a whole block."""
+
+    def body(comm):
+        p = nn.Parameter(torch.zeros(4))
+        optimizer = make(torch.optim.SGD([p], lr=1.0), comm=comm)
+        for step in range(16):
+            p.grad = torch.full((4,), float(step < 8))
+            optimizer.step()
+            optimizer.average()
+        before = p.detach().clone()
+        for _ in range(3):
+            p.grad = torch.full((4,), 2.0 * comm.rank)
+            optimizer.step()
+            optimizer.average()
+        getattr(optimizer, end)()
+        return before - p.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of two momenta
+        moved = SimulatedWorld(3).run(body)
+    assert all(torch.equal(one, moved[0]) for one in moved)
+    torch.testing.assert_close(moved[0], torch.full((4,), 6.0), rtol=0.02, atol=0.02)

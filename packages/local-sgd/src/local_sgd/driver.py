@@ -531,9 +531,18 @@ def shared_state(parts: Iterable[Part], rule: Rule) -> dict[str, Tensor]:
 
 
 def _moved(rule: Rule, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
-    """Applies the rule, with the means or, where there are none, without."""
+    """Applies the rule, with the means or, where there are none, without.
+
+    At the end means are of blocks that no rank has completed: they are the model then, because a momentum over blocks
+    would move it by as much as after whole ones.
+    """
     if not arrived.means:
         return [rule.depart(part, x) for part, x in zip(parts, xs, strict=True)]
+    if rule.gain() and not arrived.unfinished:
+        for part, mean in zip(parts, arrived.means, strict=True):
+            for name in rule.anchors:
+                part[name].copy_(mean)
+        return arrived.means
     for part in parts:
         part.weight = arrived.weight
     moved = rule.apply(parts, xs, arrived.means)

@@ -204,6 +204,8 @@ class PeriodicAveraging(Wrapping):
     def drain(self) -> None:
         """Ends the block and any exchange under way; every rank then holds the model, bit for bit, and buffers.
 
+        Of a block that no rank has completed the mean over ranks is the model, without a step of momentum over blocks.
+
         All ranks call it at the same point. A rank that has fewer blocks than others calls `finish`.
         """
         self._end(most=1)
