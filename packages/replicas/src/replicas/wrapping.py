@@ -90,6 +90,7 @@ class Wrapping(Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer to wrap")
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model is {model!r}, expected a torch.nn.Module, or None")
+        self._trains = model if named_parameters is None else None  # all of this module
         if named_parameters is None and model is not None:
             named_parameters = model.named_parameters()
         if isinstance(optimizer, Wrapping):
@@ -103,7 +104,7 @@ class Wrapping(Optimizer):
                 f"parameters {sharded} are DTensors, or those of FullyShardedDataParallel, of which each rank holds "
                 f"another part: {self.instead_of_shards}"
             )
-        self._given, self._comm, self._model = comm, as_communicator(comm), model
+        self._given, self._comm = comm, as_communicator(comm)
         self._given_state: Mapping[str, Any] | None = None
         self._took_over = self._admits = False
         trained = trained_of(named, self.what)
@@ -450,7 +451,7 @@ class Wrapping(Optimizer):
                 f"parameters of the optimizer that have a gradient, or would get one, but are not exchanged: {added}; "
                 f"they were unfrozen, or added to the wrapped optimizer, later: {remedy}"
             )
-        model = {} if self._model is None else dict(self._model.named_parameters())
+        model = {} if self._trains is None else dict(self._trains.named_parameters())
         if added := [name for name, p in model.items() if p.requires_grad and p.numel() and id(p) not in known]:
             raise ValueError(
                 f"the model has trainable parameters that the optimizer does not have: {added}; they were unfrozen, or "
