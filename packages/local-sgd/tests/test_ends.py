@@ -1,6 +1,7 @@
 """Uneven ranks, drains, wrong and missing calls: a stated meaning or a clear error, never a hang."""
 
 import gc
+import warnings
 from functools import partial
 
 import pytest
@@ -8,7 +9,18 @@ import torch
 from communicators import CollectiveError, Dies, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from local_sgd import BMUF, EASGD, CoCoDSGD, DeMo, LocalSGD, OverlapLocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo
+from local_sgd import (
+    BMUF,
+    EASGD,
+    CoCoDSGD,
+    DeMo,
+    DiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    SlowMo,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from torch import nn
 
 pytestmark = pytest.mark.quick
@@ -99,6 +111,26 @@ def test_a_drain_that_others_do_not_come_to(quadratic):
 
         with pytest.raises(RuntimeError, match=r"drain\(\) is for all ranks at the same point, but 2 of 3 went on"):
             SimulatedWorld(3).run(body)
+
+
+def test_a_drain_in_inference_mode_leaves_state_that_steps_can_change(algorithm):
+    """An evaluation that drains: what the drain makes, as the outer momentum or rounding errors, is no tensor of it."""
+
+    def body(comm, mode):
+        p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        optimizer = algorithm(torch.optim.SGD([p], lr=0.1), comm=comm, sync_every=4)
+        for step in range(8):
+            if step in (2, 5):
+                with mode():
+                    optimizer.drain()
+            p.grad = torch.full_like(p, comm.rank + step)
+            optimizer.step()
+            optimizer.average()
+        optimizer.finish()
+        return p.detach()
+
+    looking, plain = (SimulatedWorld(2).run(partial(body, mode=mode)) for mode in (torch.inference_mode, torch.no_grad))
+    assert all(map(torch.equal, looking, plain))
 
 
 def test_an_exception_leaves_without_a_drain(quadratic):
@@ -545,6 +577,8 @@ def test_settings_that_differ_are_told_so_when_it_is_made(broadcast):
         (DeMo, {}),
         (LocalSGD, {"inner_state": "average"}),
         (OverlapLocalSGD, {"inner_state": "average"}),
+        (LocalSGD, {"buffers": "keep"}),
+        (OverlapLocalSGD, {"buffers": "keep"}),
     ],
 )
 def test_a_rank_that_has_finished_counts_in_no_mean(algorithm, options):
@@ -554,7 +588,7 @@ def test_a_rank_that_has_finished_counts_in_no_mean(algorithm, options):
         p = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))})
         p.register_buffer("seen", torch.zeros(1))
         inner = torch.optim.SGD(p.parameters(), lr=1.0, momentum=0.5)
-        optimizer = algorithm(inner, comm=comm, model=p, sync_every=2, buffers="average", **options)
+        optimizer = algorithm(inner, comm=comm, model=p, sync_every=2, **{"buffers": "average", **options})
         for step in range(8 if comm.rank else first):
             inner.param_groups[0]["lr"] = 0.5**step
             for each in p.values():
@@ -571,3 +605,59 @@ def test_a_rank_that_has_finished_counts_in_no_mean(algorithm, options):
 
     finished, alike = (SimulatedWorld(2).run(partial(run, first=first))[1] for first in (2, 8))
     assert all(map(torch.equal, finished, alike))
+
+
+@pytest.mark.parametrize("steps", [6, 7, 8])
+def test_buffers_at_the_end_are_of_all_that_finished_a_block_before_at_most(algorithm, steps):
+    """So ranks whose numbers of batches differ by one all count."""
+
+    def body(comm):
+        p = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))})
+        p.register_buffer("seen", torch.zeros(1))
+        optimizer = algorithm(torch.optim.SGD(p.parameters(), lr=0.1), comm=comm, model=p, sync_every=2)
+        for step in range((8, steps, 2)[comm.rank]):
+            for each in p.values():
+                each.grad = torch.ones(4)
+            p.seen.fill_(step)
+            optimizer.step()
+            optimizer.average()
+        optimizer.finish()
+        return p.seen.item()
+
+    assert SimulatedWorld(3).run(body) == [(7 + steps - 1) / 2] * 3
+
+
+@pytest.mark.parametrize("end", ["finish", "drain"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(DiLoCo, sync_every=8),
+        partial(StreamingDiLoCo, sync_every=8, fragments=1, delay=0, alpha=0.0),
+        partial(SlowMo, sync_every=8, alpha=1.0, beta=0.8),
+        partial(BMUF, sync_every=8, block_rate=1.0, momentum=0.8),
+        partial(DiLoCo, sync_every=8, compress="int8"),
+    ],
+)
+def test_a_momentum_over_blocks_takes_no_step_for_a_block_that_no_rank_has_completed(make, end):
+    """Where gradients have come to zero it would move the model away, by as much as after a whole block."""
+
+    def body(comm):
+        p = nn.Parameter(torch.zeros(4))
+        optimizer = make(torch.optim.SGD([p], lr=1.0), comm=comm)
+        for step in range(16):
+            p.grad = torch.full((4,), float(step < 8))
+            optimizer.step()
+            optimizer.average()
+        before = p.detach().clone()
+        for _ in range(3):
+            p.grad = torch.full((4,), 2.0 * comm.rank)
+            optimizer.step()
+            optimizer.average()
+        getattr(optimizer, end)()
+        return before - p.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of two momenta
+        moved = SimulatedWorld(3).run(body)
+    assert all(torch.equal(one, moved[0]) for one in moved)
+    torch.testing.assert_close(moved[0], torch.full((4,), 6.0), rtol=0.02, atol=0.02)

@@ -364,6 +364,13 @@ def test_an_inner_state_that_cannot_be_averaged():
         optimizer.average()
 
 
+def test_an_inner_state_that_could_be_averaged_in_part_is_refused():
+    """Adafactor keeps the second moment of a matrix as two factors, and that of a bias as it is."""
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"Adafactor keeps \['col_var', 'row_var'\], .* take 'keep' or 'reset'"):
+        LocalSGD(torch.optim.Adafactor(model.parameters()), inner_state="average")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_averaged_in_thirty_two_and_nothing_is_rounded_away(algorithm, dtype):
@@ -527,6 +534,47 @@ def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step(algor
         model(torch.ones(1, 3)).sum().backward()
         with pytest.raises(ValueError, match=rf"than this {algorithm.__name__} was made of: .* and 1 more of 2"):
             optimizer.step()
+
+    SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_that_was_converted_later_is_an_error_of_the_next_exchange(algorithm, dtype):
+    """Means would be in 32 bits, and what is rounded off would be lost."""
+
+    def body(comm):
+        model = nn.Linear(3, 2)
+        optimizer = algorithm(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm, sync_every=1)
+        model.to(dtype)
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match=rf"2 parameters have other dtypes .* before and \({dtype}, .* now"):
+            optimizer.average()
+
+    SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.add_module("1", nn.Linear(2, 2)),
+        lambda model: nn.utils.parametrizations.weight_norm(model[1]),
+        lambda model: model[2].requires_grad_(True),
+    ],
+    ids=["replaced", "parametrized", "unfrozen"],
+)
+def test_what_came_into_the_model_later_and_is_not_trained_is_told(change):
+    def body(comm):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1).requires_grad_(False))
+        inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer = LocalSGD(inner, comm=comm, model=model, sync_every=1)
+        change(model)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        with pytest.raises(
+            ValueError, match=r"trainable parameters that the optimizer does not have: \['[12]\..*drain"
+        ):
+            optimizer.average()
 
     SimulatedWorld(2).run(body)
 

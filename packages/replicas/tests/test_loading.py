@@ -50,6 +50,34 @@ def test_settings_may_be_others_than_when_it_was_saved(options):
     load_into(inner(), inner(**options).state_dict())
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_state_that_has_not_the_dtype_of_its_parameter_goes_on_with_the_same_bits(kind, dtype):
+    """torch casts all state but a step to the parameter's dtype: NAdam's product of μ, and ASGD's η."""
+
+    def made():
+        p = torch.nn.Parameter(torch.linspace(1, 2, 5, dtype=dtype))
+        return p, kind([p], lr=0.07)
+
+    def train(p, optimizer, steps):
+        for step in range(steps):
+            p.grad = p.detach() + step
+            optimizer.step()
+
+    p, optimizer = made()
+    train(p, optimizer, 3)
+    fresh, loaded = made()
+    load_into(loaded, optimizer.state_dict())
+    with torch.no_grad():
+        fresh.copy_(p)
+    for name, held in optimizer.state[p].items():
+        assert torch.equal(loaded.state[fresh][name], held), name
+        assert loaded.state[fresh][name].dtype == held.dtype, name
+    train(p, optimizer, 5)
+    train(fresh, loaded, 5)
+    assert torch.equal(fresh, p)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

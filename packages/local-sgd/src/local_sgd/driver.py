@@ -89,6 +89,7 @@ class Driver:
         self.by_fragment, self._asked = delay is not None, fragments
         self._turn = self._launched = 0  # the next fragment; how many were launched in this block
         self.before: list[Tensor] = []  # last means, at this rank's end
+        self._missed = 0  # means since this rank has had steps
         self._opens = False  # whether ranks may come and go after this step
         self.at_rest: AtRest | None = None
 
@@ -161,7 +162,7 @@ class Driver:
     def count(self, weight: float) -> None:
         """Counts a step, applies the means that are due, and exchanges what comes next."""
         self.block.count(weight)
-        self.before = []
+        self.before, self._missed = [], 0
         for fragment in self.fragments:
             fragment.done, fragment.weight = fragment.done + 1, fragment.weight + weight
         for fragment in self._under_way():
@@ -203,7 +204,7 @@ class Driver:
         self.put(self.parts, models)
         self.all_hold(models)
         self.before = []
-        self.buffers.at_end()
+        self.buffers.at_end(counts=self._missed <= len(self.fragments) + self.rule.overlaps)  # else they are too old
 
     def models(self, comm: Communicator) -> list[Tensor]:
         """Current model: mean over ranks, or anchors, as a mean under way will leave them; none is applied.
@@ -463,6 +464,7 @@ class Driver:
         if not at_once and arrived.unfinished:
             fragment.averaging.launch(xs, weight, finished=finished, since=since)
             fragment.due = math.inf if self.delay is None else self.delay
+        self._missed += int(bool(arrived.means) and not counts)
         fragment.done, fragment.weight = 0, 0.0
         self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self.fragments)
         if last and not travels:
@@ -529,9 +531,18 @@ def shared_state(parts: Iterable[Part], rule: Rule) -> dict[str, Tensor]:
 
 
 def _moved(rule: Rule, parts: list[Part], xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
-    """Applies the rule, with the means or, where there are none, without."""
+    """Applies the rule, with the means or, where there are none, without.
+
+    At the end means are of blocks that no rank has completed: they are the model then, because a momentum over blocks
+    would move it by as much as after whole ones.
+    """
     if not arrived.means:
         return [rule.depart(part, x) for part, x in zip(parts, xs, strict=True)]
+    if rule.gain() and not arrived.unfinished:
+        for part, mean in zip(parts, arrived.means, strict=True):
+            for name in rule.anchors:
+                part[name].copy_(mean)
+        return arrived.means
     for part in parts:
         part.weight = arrived.weight
     moved = rule.apply(parts, xs, arrived.means)

@@ -12,14 +12,22 @@ def averaged_entries(optimizer: Optimizer) -> list[tuple[Tensor, str]]:
 
     They are those that a step makes, known beforehand, so that a rank on which a parameter has no state yet takes part:
     its zeros count, and it gets nothing. Step counters and the like stay each rank's own.
+
+    Raises ValueError for other tensors, such as factors of a moment, or bytes: their mean may be of no use.
     """
     parameters, state = [p for group in optimizer.param_groups for p in group["params"]], foreseen_state(optimizer)
-    return [
-        (p, name)
+    kept = [
+        (p, name, held)
         for position, p in enumerate(parameters)
         for name, held in state.get(position, {}).items()
-        if isinstance(held, Tensor) and held.shape == p.shape and held.is_floating_point() and name != "step"
+        if isinstance(held, Tensor) and (held.shape == p.shape or held.numel() > 1) and name != "step"
     ]
+    if other := sorted({name for p, name, held in kept if held.shape != p.shape or not held.is_floating_point()}):
+        raise ValueError(
+            f"inner_state='average': {type(optimizer).__name__} keeps {other}, which have not its parameters' shapes, "
+            "or are not floating-point: take 'keep' or 'reset'"
+        )
+    return [(p, name) for p, name, _ in kept]
 
 
 def average_inner_state(
@@ -29,8 +37,8 @@ def average_inner_state(
     state = optimizer.state
     if state and not entries:
         raise ValueError(
-            f"inner_state='average': what {type(optimizer).__name__} keeps cannot be told before a step, or "
-            "has not its parameters' shapes: take 'keep' or 'reset'"
+            f"inner_state='average': what {type(optimizer).__name__} keeps cannot be told before a step: "
+            "take 'keep' or 'reset'"
         )
     tensors = []
     for p, name in entries:

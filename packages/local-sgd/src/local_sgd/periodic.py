@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self, Unpack
 
+import torch
 from communicators import Stats, as_communicator, schedules
 from replicas import Buffers, Wrapping, load_into, restored
 from torch import nn
@@ -203,6 +204,8 @@ class PeriodicAveraging(Wrapping):
     def drain(self) -> None:
         """Ends the block and any exchange under way; every rank then holds the model, bit for bit, and buffers.
 
+        Of a block that no rank has completed the mean over ranks is the model, without a step of momentum over blocks.
+
         All ranks call it at the same point. A rank that has fewer blocks than others calls `finish`.
         """
         self._end(most=1)
@@ -384,8 +387,9 @@ class PeriodicAveraging(Wrapping):
         self._refuse_unseen("end")
         if most is None or self._driver.meets:
             self.admit()
-        self._depart()
-        self._driver.end(most=most)
+        with torch.inference_mode(False), torch.no_grad():  # steps may come after an evaluation that calls it
+            self._depart()
+            self._driver.end(most=most)
 
     def _depart(self) -> None:
         """Leaves the rest between two steps, or the drained state."""

@@ -91,10 +91,14 @@ class Buffers:
         if self._policy != "keep":
             self._share(self._comm, counts)
 
-    def at_end(self) -> None:
-        """Shares the buffers of "keep" as `shared` does, but for good; every rank calls it."""
+    def at_end(self, *, counts: bool | None = None) -> None:
+        """Shares the buffers of "keep" as `shared` does, but for good; every rank calls it.
+
+        Args:
+            counts: See `average_tensors`.
+        """
         if self._policy == "keep":
-            self._share(self._comm)
+            self._share(self._comm, counts)
 
     @contextmanager
     def shared(self, comm: Communicator) -> Iterator[None]:

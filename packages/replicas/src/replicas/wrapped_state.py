@@ -118,6 +118,15 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     for number, p in zip(saved, chain.from_iterable(group["params"] for group in before), strict=True):
         if kept := state["state"].get(number):
             _check_kept(kept, foreseen.get(p, {}), f"the wrapped optimizer's state of parameter {number}")
+            _uncast(optimizer.state.get(p, {}), kept, p)
+
+
+def _uncast(loaded: dict[str, Any], kept: Mapping[str, Any], p: Tensor) -> None:
+    """Restores numbers, such as NAdam's product of momenta, that torch has cast to the dtype of their parameter."""
+    for name, held in kept.items():
+        scalar = isinstance(held, Tensor) and held.dim() == 0 < p.dim()
+        if scalar and isinstance(loaded.get(name), Tensor) and name != "step":
+            loaded[name] = held.to(loaded[name].device, copy=True)
 
 
 def _check_kept(kept: Mapping[str, Any], foreseen: Mapping[str, Tensor], where: str) -> None:

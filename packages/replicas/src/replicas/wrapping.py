@@ -90,6 +90,7 @@ class Wrapping(Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer to wrap")
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model is {model!r}, expected a torch.nn.Module, or None")
+        self._trains = model if named_parameters is None else None  # all of this module
         if named_parameters is None and model is not None:
             named_parameters = model.named_parameters()
         if isinstance(optimizer, Wrapping):
@@ -109,6 +110,7 @@ class Wrapping(Optimizer):
         trained = trained_of(named, self.what)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, self.named, self.trained = optimizer, named, trained
+        self._kinds = _kinds(trained)
         self._share()
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
         self._replaced, self._apart, self._used = ReplacedParameters(trained, self.what), [0], False
@@ -300,7 +302,7 @@ class Wrapping(Optimizer):
         Raises:
             RuntimeError: No comm was given, and a process group has been made since; or another wrapper, made later,
                 steps the wrapped optimizer.
-            ValueError: Parameters were frozen, unfrozen, added or replaced since.
+            ValueError: Parameters were frozen, unfrozen, added, replaced or converted since.
         """
         self._refuse_others()
         if self._given is None and self._comm.size == 1:
@@ -420,6 +422,13 @@ class Wrapping(Optimizer):
         would still be moved, by the mean of the others' residuals, momentum and weight decay.
         requires_grad counts, not only a gradient, because ranks that made the same change must all raise.
         """
+        before, now = self._kinds, _kinds(self.trained)
+        if other := [name for name in now if now[name] != before[name]]:
+            raise ValueError(
+                f"{len(other)} parameters have other dtypes or shapes than when this {self.what} was made of them, as "
+                f"{other[0]!r}, {before[other[0]]} before and {now[other[0]]} now: convert the model first, then make "
+                f"optimizer and {self.what}, on every rank"
+            )
         known = {id(p) for p in self.trained.values()}
         strangers = [
             (g, p)
@@ -441,6 +450,12 @@ class Wrapping(Optimizer):
             raise ValueError(
                 f"parameters of the optimizer that have a gradient, or would get one, but are not exchanged: {added}; "
                 f"they were unfrozen, or added to the wrapped optimizer, later: {remedy}"
+            )
+        model = {} if self._trains is None else dict(self._trains.named_parameters())
+        if added := [name for name, p in model.items() if p.requires_grad and p.numel() and id(p) not in known]:
+            raise ValueError(
+                f"the model has trainable parameters that the optimizer does not have: {added}; they were unfrozen, or "
+                f"a module came into the model, later: give them to the wrapped optimizer; {remedy}"
             )
         if frozen := [name for name, p in self.trained.items() if not p.requires_grad]:
             raise ValueError(
@@ -474,6 +489,10 @@ def _share_again(wrapping: weakref.ref[Wrapping], _: Optimizer) -> None:
     living = wrapping()
     if living is not None:
         living._share()
+
+
+def _kinds(named: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (p.dtype, p.shape) for name, p in named.items()}
 
 
 def _is_zero(rate: Any) -> bool:
