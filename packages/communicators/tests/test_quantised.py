@@ -52,15 +52,23 @@ def test_steps_of_the_scale_are_carried_exactly(bits, side):
 @pytest.mark.parametrize(("bits", "scales"), [(8, 1), (4, 4), (2, 6)])
 @given(st.integers(1, BLOCK), st.sampled_from([0.1, 1.0, 3.0]), st.integers(0, 99))
 def test_the_scale_is_the_one_that_leaves_the_least(bits, scales, numel, spread, seed):
-    """By trying each power of two, from the least that clips nothing downwards, with the larger side's sign."""
+    """By trying each power of two, from the least that clips neither side downwards, with the larger side's sign."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))
     left = float((x - unpacked(packed(x, bits), numel, bits)).double().square().sum())
     largest, (least, most) = float(x[x.abs().argmax()]), STEPS[bits]
-    highest = math.ceil(math.log2(abs(largest) / min(0.5 - least, 2 ** (bits - 1))))
+    highest = math.ceil(math.log2(abs(largest) / (most + 0.5)))
     powers = [math.copysign(2.0 ** (highest - halved), -largest) for halved in range(scales)]
     tried = [(x / power).round().clamp(least, most) * power for power in powers]
     assert left == pytest.approx(min(float((x - one).double().square().sum()) for one in tried), rel=1e-5)
+
+
+@either
+@pytest.mark.parametrize("size", [0.76, 0.99])
+def test_elements_of_one_size_and_both_signs_lose_no_more_than_their_rounding(bits, size):
+    """Such as first updates of Adam. The scale that clips nothing on the longer side alone clips all on the other."""
+    x = size * torch.where(torch.arange(BLOCK) % 3 == 0, 1.0, -1.0)
+    assert float((x - unpacked(packed(x, bits), BLOCK, bits)).abs().max()) <= 0.25
 
 
 @either

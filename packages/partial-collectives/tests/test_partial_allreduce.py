@@ -405,6 +405,34 @@ def test_a_meeting_that_was_not_read_to_its_end_is_an_error(reads):
     assert {one for one, _ in others} == {round_}
 
 
+def test_a_meeting_that_has_raised_is_begun_anew():
+    """Sizes that do not fit are no reason to refuse what comes after."""
+
+    def body(comm):
+        with PartialAllreduce(torch.zeros(2), comm, quorum="solo") as partial:
+            partial.allreduce(torch.ones(2))
+            with pytest.raises(ValueError, match="3"):
+                list(partial.synchronize({0: (torch.ones(3), 1.0)}))
+            rounds = [result.round for result in partial.synchronize({0: (torch.ones(2), 1.0)})]
+            partial.state_dict()
+            return partial.round, len(rounds)
+
+    assert len({round_ for round_, _ in SimulatedWorld(3).run(body)}) == 1
+
+
+def test_after_a_meeting_that_has_failed_calls_say_why():
+    def body(comm):
+        partial = PartialAllreduce(torch.zeros(2), comm, quorum="solo")
+        if comm.rank == 1:
+            partial.__exit__(OSError, OSError("full"), None)
+            return
+        for call in (lambda: list(partial.synchronize()), lambda: partial.allreduce(torch.ones(2)), partial.state_dict):
+            with pytest.raises(CollectiveError, match="rank 1 gave up its partial allreduce: OSError: full"):
+                call()
+
+    SimulatedWorld(3).run(body)
+
+
 @pytest.mark.parametrize("on_death", ["error", "shrink"])
 def test_who_has_loaded_first_may_go_on_before_the_others_have_loaded(on_death):
     """Messages of very different speed; signals of the round that was saved must not begin the first one."""

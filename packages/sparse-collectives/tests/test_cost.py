@@ -155,6 +155,13 @@ def test_an_algorithm_of_ones_own_is_predicted():
     assert predict("gtopk", **{**situation, "k": 5000}).density == 1
 
 
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8-packed"])
+def test_gradients_of_16_bits_are_predicted_on_all_wires(wire):
+    """They travel as float32 does."""
+    situation = {"size": 8, "numel": 1000, "k": 10, "link": Link(), "wire": wire}
+    assert predict("gtopk", **situation, dtype=torch.bfloat16) == predict("gtopk", **situation)
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [

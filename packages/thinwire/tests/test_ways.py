@@ -757,7 +757,11 @@ def test_what_fsdp_has_sharded_is_refused(older, one_process):
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
 def test_sparse_gradients_are_refused(kind):
-    refused(torch.nn.Sequential(kind(9, 4, sparse=True)), "0 gives sparse gradients, .* take sparse=False")
+    """Unless it is frozen, and so gives none."""
+    model = torch.nn.Sequential(kind(9, 4, sparse=True), torch.nn.Linear(4, 4))
+    refused(model, "0 gives sparse gradients, .* take sparse=False")
+    model[0].requires_grad_(False)
+    assert thinwire.advise(model, steps_per_second=4, link="wan", ranks=8).recommendation.text
 
 
 def test_parameters_without_a_dimension_are_predicted():

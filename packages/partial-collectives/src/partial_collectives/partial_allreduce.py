@@ -5,7 +5,7 @@ import statistics
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -189,7 +189,7 @@ class PartialAllreduce:
         self.changes: str | None = None
         self._answered, self._waiting = set[int](), set[int]()
         self._closed, self._closing = False, frozenset[int]()
-        self._meets = False  # amid `synchronize`
+        self._meeting: Generator[PartialResult, None, None] | None = None  # the last one
         self._data = None if self._shrinks else self.comm.duplicate()
         with self._lock:  # signals of faster ranks may come before this one has returned
             self._signals = self.comm.signals(self._on_signal)
@@ -294,8 +294,8 @@ class PartialAllreduce:
             Rounds in order, each to be applied once.
         """
         self._refuse_closed("synchronize()")
-        self._meets = True
-        return self._rest(Stage.PAUSED, last)
+        self._meeting = self._rest(Stage.PAUSED, last)
+        return self._meeting
 
     def finish(self, last: Mapping[int, Weighted] | None = None) -> Iterator[PartialResult]:
         """Ends this rank's steps: takes part until all others have none.
@@ -442,7 +442,7 @@ class PartialAllreduce:
 
     def _refuse_unread(self, what: str) -> None:
         """Refuses to go on where ranks have not met: a generator that nobody reads does nothing."""
-        if self._meets:
+        if self._meeting is not None and self._meeting.gi_frame is not None:  # else it was read, or has raised
             raise RuntimeError(
                 f"{what} before synchronize() was read to its end: `for result in partial.synchronize():`, and apply it"
             )
@@ -476,7 +476,7 @@ class PartialAllreduce:
         for fragment, (tensors, weight, finite) in given.items():
             self._deposits[fragment].add(tensors, weight, finite)
 
-    def _rest(self, stage: Stage, last: Mapping[int, Weighted] | None) -> Iterator[PartialResult]:
+    def _rest(self, stage: Stage, last: Mapping[int, Weighted] | None) -> Generator[PartialResult, None, None]:
         """Has no more steps for now, or none at all: yields rounds until ranks have met, or all is over."""
         machine = self._machine
         given = {fragment: self._like.copies(one, fragment) for fragment, one in (last or {}).items()}
@@ -486,7 +486,6 @@ class PartialAllreduce:
                     "something is given after the last round: make a new PartialAllreduce, on every rank"
                 )
             yield from self._taken()
-            self._meets = False
             return
         meeting = machine.meetings + 1 if stage is Stage.PAUSED else None
         with self._lock:
@@ -501,7 +500,6 @@ class PartialAllreduce:
             yield from self._taken(meeting)
             self._wait(lambda: bool(self._results) or over())
         yield from self._taken(meeting)
-        self._meets = False
 
     def _taken(self, meeting: int | None = None, leaving: int = 0) -> list[PartialResult]:
         """Rounds that are over and were not taken yet; up to the meeting of this number, once that has been.

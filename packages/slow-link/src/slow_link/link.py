@@ -111,7 +111,7 @@ class SlowLink(Launcher):
 
     def prefix(self, rank: int) -> list[str]:
         """Words that enter the rank's network namespace."""
-        return ["ip", "netns", "exec", namespaces.name_of(self._number, rank)]
+        return [namespaces.tool("ip") or "ip", "netns", "exec", namespaces.name_of(self._number, rank)]
 
     def environment(self) -> Mapping[str, str]:
         """NCCL's variables: the link's device; the others as the user has set them, else so that it uses the link."""

@@ -28,7 +28,7 @@ STEPS = {8: (-127, 127), 4: (-8, 7), 2: (-2, 1)}
 """Least and most steps of the scale, by bits."""
 
 SCALES = {8: 1, 4: 4, 2: 6}
-"""Number of scales to choose from, by bits: the least that clips nothing, and its halves."""
+"""Number of scales to choose from, by bits: the least that clips nothing on either side, and its halves."""
 
 PIECE = 64
 """Number of blocks that a CPU takes at a time, so that they stay in its cache: three times as fast as all at once."""
@@ -117,7 +117,7 @@ def _rounded(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     high, low = blocks.amax(1), blocks.amin(1)
     largest = torch.maximum(high, -low)
     fraction, exponent = torch.frexp(largest)  # largest = fraction · 2^exponent, 1/2 ≤ fraction < 1
-    beyond = fraction >= (0.5 - least) / (1 << (bits - 1))  # would be rounded to one step too many
+    beyond = fraction >= (most + 0.5) / (most + 1)  # would be rounded to one step too many on the shorter side
     exponent = (exponent - (bits - 1) + beyond.int()).clamp(LEAST, _most_exponent(bits))
     exponent = torch.where(largest.isfinite(), exponent, 0)
     side = torch.where((high > -low) & (-least > most), -1.0, 1.0)

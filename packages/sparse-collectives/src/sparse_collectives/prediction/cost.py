@@ -255,7 +255,8 @@ def _loads(
     dtype: torch.dtype,
 ) -> list[tuple[Traffic, int]]:
     """Traffic and merged entries of the ranks of interest; if bytes depend on the data, those of random selections."""
-    entry = resolve(entry, dict(options), size=size, wire=wire if entry.selects else "fp32", dtype=dtype)
+    values = torch.promote_types(dtype, torch.float32)  # in which 16 bits travel
+    entry = resolve(entry, dict(options), size=size, wire=wire if entry.selects else "fp32", dtype=values)
     return [
         (entry.typical(rank, size, k, numel, dtype), entry.merged(rank, size, k, numel) if size > 1 else 0)
         for rank in ranks_of_interest(size)

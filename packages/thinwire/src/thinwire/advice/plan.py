@@ -302,7 +302,7 @@ def _check_model(model: nn.Module) -> None:
             )
         if isinstance(module, DistributedDataParallel) and module is not _in_ddp(model):
             raise ValueError(f"the model holds DistributedDataParallel, as {name}: give that module itself")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             which = name or "the model"
             raise ValueError(f"{which} gives sparse gradients, which are not exchanged: take sparse=False")
 
