@@ -189,8 +189,8 @@ def test_a_killed_run_that_nobody_waits_for_is_swept():
         assert run.stdout.readline() == "up\n"
         os.kill(run.pid, signal.SIGKILL)
         os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
-        assert sweep() == [f"slowlink-{run.pid}-1-0"]
-    assert traces(run.pid) == []
+        sweep()  # or another test did, at the same time
+        assert traces(run.pid) == []
 
 
 @emulated
