@@ -201,8 +201,8 @@ def test_what_is_no_tensor(given):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: torch.from_numpy(np.ones(3, np.uint32)), "torch.uint32 does not add in torch: give it in another"),
-        (lambda: torch.ones(3).to(torch.float8_e5m2), "float8_e5m2 does not add"),
+        (lambda: torch.from_numpy(np.ones(3, np.uint32)), r"uint32 does not add in torch: .* \.to\(torch.int64\)"),
+        (lambda: torch.ones(3).to(torch.float8_e5m2), r"float8_e5m2 does not add in torch: .* \.to\(torch.float32\)"),
         (lambda: torch.ones(3, device="meta"), "got a meta one"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "got a nested one"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "got a quantized one"),

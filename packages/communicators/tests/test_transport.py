@@ -212,6 +212,16 @@ def test_a_schedule_that_never_waits_stops_no_other_call():
         work.wait(10.0)
 
 
+def test_turns_leave_no_news_where_no_thread_reads_any():
+    """As with an MPI that bears one thread alone; they would be kept for ever."""
+    comms = ranks(2)
+    for comm in comms:
+        comm.engine = Engine()
+        comm.engine.inline = True
+    on_all(comms, lambda comm: run((Round() for _ in range(1000)), comm))
+    assert all(comm.engine._news.empty() for comm in comms)
+
+
 def test_all_who_wait_for_a_call_go_on_when_it_is_over():
     comms = ranks(2)
     work = start(ping(comms[0]), comms[0], facts="ping")

@@ -113,7 +113,8 @@ def _check(tensor: Tensor) -> None:
 def _check_sum(tensor: Tensor) -> None:
     _check(tensor)
     if not _adds(tensor.dtype, tensor.device):
-        raise TypeError(f"{tensor.dtype} does not add in torch: give it in another dtype, as by .to(torch.int64)")
+        wider = torch.float32 if tensor.is_floating_point() else torch.int64
+        raise TypeError(f"{tensor.dtype} does not add in torch: give it in another dtype, as by .to({wider})")
 
 
 @cache

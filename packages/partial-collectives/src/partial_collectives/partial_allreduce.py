@@ -5,11 +5,12 @@ import statistics
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import GeneratorType
 from typing import Any, Literal, Self, TypedDict
 
 import torch
@@ -189,7 +190,7 @@ class PartialAllreduce:
         self.changes: str | None = None
         self._answered, self._waiting = set[int](), set[int]()
         self._closed, self._closing = False, frozenset[int]()
-        self._meeting: Generator[PartialResult, None, None] | None = None  # the last one
+        self._meeting: Iterator[PartialResult] | None = None  # the last one
         self._data = None if self._shrinks else self.comm.duplicate()
         with self._lock:  # signals of faster ranks may come before this one has returned
             self._signals = self.comm.signals(self._on_signal)
@@ -442,7 +443,7 @@ class PartialAllreduce:
 
     def _refuse_unread(self, what: str) -> None:
         """Refuses to go on where ranks have not met: a generator that nobody reads does nothing."""
-        if self._meeting is not None and self._meeting.gi_frame is not None:  # else it was read, or has raised
+        if isinstance(self._meeting, GeneratorType) and self._meeting.gi_frame:  # else it was read, or has raised
             raise RuntimeError(
                 f"{what} before synchronize() was read to its end: `for result in partial.synchronize():`, and apply it"
             )
@@ -476,7 +477,7 @@ class PartialAllreduce:
         for fragment, (tensors, weight, finite) in given.items():
             self._deposits[fragment].add(tensors, weight, finite)
 
-    def _rest(self, stage: Stage, last: Mapping[int, Weighted] | None) -> Generator[PartialResult, None, None]:
+    def _rest(self, stage: Stage, last: Mapping[int, Weighted] | None) -> Iterator[PartialResult]:
         """Has no more steps for now, or none at all: yields rounds until ranks have met, or all is over."""
         machine = self._machine
         given = {fragment: self._like.copies(one, fragment) for fragment, one in (last or {}).items()}

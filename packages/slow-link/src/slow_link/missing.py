@@ -13,7 +13,8 @@ UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 # `ip netns` keeps names in /run/netns, which belongs to the machine's root: it is covered by a folder of our own.
 PREPARE = """
 covered=/run && [ -d /run/netns ] && covered=/run/netns
-mount -t tmpfs slowlink $covered && mkdir -p /run/netns && PATH=$PATH:/usr/sbin:/sbin ip link set lo up && exec "$0" "$@"
+mount -t tmpfs slowlink $covered && mkdir -p /run/netns &&
+PATH=$PATH:/usr/sbin:/sbin ip link set lo up && exec "$0" "$@"
 """
 
 

@@ -182,7 +182,7 @@ def _all() -> dict[str, tuple[int, int]]:
 def _runs(pid: int) -> bool:
     """Whether a process runs: not if it is gone or, killed, a zombie that its parent does not wait for."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"  # a name is any bytes
     except (FileNotFoundError, ProcessLookupError):
         return False
 

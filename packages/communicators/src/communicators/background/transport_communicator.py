@@ -246,7 +246,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
             elif not isinstance(action, Elapse):
                 self._post(action)
         else:
-            self.comm.engine.wake()
+            self.comm.engine.notice()
             return False
         if self.side is not None and not self.side.is_idle():
             return False
