@@ -413,6 +413,16 @@ def test_a_weight_decay_inside_is_refused():
         DeMo(inner)
 
 
+def test_a_weight_decay_that_is_set_inside_later_is_refused_at_the_next_step():
+    p = torch.nn.Parameter(torch.zeros(1))
+    optimizer = DeMo(torch.optim.SGD([p], lr=0.1))
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    p.grad = torch.ones(1)
+    with pytest.raises(ValueError, match="give it weight_decay=0, and DeMo the weight_decay"):
+        optimizer.step()
+    assert p.item() == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -88,11 +88,7 @@ class DeMo(PeriodicAveraging):
             raise ValueError(f"DeMo averages over who sent a coefficient, without {refused[0]}=True: leave it out")
         if number("weight_decay", weight_decay) < 0:
             raise ValueError(f"weight_decay is {weight_decay}, expected 0 or more")
-        if any(group.get("weight_decay") for group in optimizer.param_groups):
-            raise ValueError(
-                "the optimizer inside has a weight decay, without effect on steps from zeros: give it weight_decay=0, "
-                "and DeMo the weight_decay"
-            )
+        _refuse_decay(optimizer)
         driver = Driver(CosineMean(topk=topk, chunk=chunk, decay=decay))
         super().__init__(optimizer, SignStep(weight_decay), sync_every=sync_every, driver=driver, **settings)
         for part in driver.parts:
@@ -101,6 +97,7 @@ class DeMo(PeriodicAveraging):
 
     def _take_step(self, closure: Callable[[], float] | None) -> float | None:
         """Leaves what parameters are short of the exact step in their remainders."""
+        _refuse_decay(self.optimizer)
         loss = None if closure is None else closure()
         self._depart()
         parts, begun = self._driver.parts, [part.bucket.gather(part.tensors) for part in self._driver.parts]
@@ -119,6 +116,14 @@ class DeMo(PeriodicAveraging):
                 assert part.remainder is not None
                 part.remainder += change.sub_(part.bucket.gather(part.tensors).sub_(before))
         return loss
+
+
+def _refuse_decay(optimizer: Optimizer) -> None:
+    if any(group.get("weight_decay") for group in optimizer.param_groups):
+        raise ValueError(
+            "the optimizer inside has a weight decay, without effect on steps from zeros: give it weight_decay=0, "
+            "and DeMo the weight_decay"
+        )
 
 
 class CosineMean(ChunkMean):
