@@ -48,10 +48,10 @@ def test_with_all_ranks_it_is_diloco(weighted):
         model, plain = network(), network()
         weight = {"weight": 1.0 + comm.rank} if weighted else {}
         with eager(model, comm, comm.size, weighted=weighted) as optimizer:
-            steps(model, optimizer, comm, range(6), **weight)
+            steps(model, optimizer, comm, range(7), **weight)
         inner = torch.optim.AdamW(plain.parameters(), lr=0.05)
         with DiLoCo(inner, comm=comm, sync_every=2, weighted=weighted) as optimizer:
-            steps(plain, optimizer, comm, range(6), **weight)
+            steps(plain, optimizer, comm, range(7), **weight)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 

@@ -21,9 +21,12 @@ from local_sgd import (
     SparseLoCo,
     StreamingDiLoCo,
 )
+from partial_collectives import PartialAllreduce
 from torch import nn
 
 pytestmark = pytest.mark.quick
+
+ROUNDS = partial(PartialAllreduce, quorum=3)
 
 
 def make(algorithm, task, comm, **options):
@@ -636,6 +639,11 @@ def test_buffers_at_the_end_are_of_all_that_finished_a_block_before_at_most(algo
         partial(SlowMo, sync_every=8, alpha=1.0, beta=0.8),
         partial(BMUF, sync_every=8, block_rate=1.0, momentum=0.8),
         partial(DiLoCo, sync_every=8, compress="int8"),
+        partial(DiLoCo, sync_every=8, outer=partial(torch.optim.Adam, lr=0.7)),
+        partial(DiLoCo, sync_every=8, outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, dampening=0.1)),
+        partial(DiLoCo, sync_every=8, allreduce=ROUNDS),
+        partial(StreamingDiLoCo, sync_every=8, fragments=1, delay=0, alpha=0.0, allreduce=ROUNDS),
+        partial(DiLoCo, sync_every=8, outer=partial(torch.optim.Adam, lr=0.7), allreduce=ROUNDS),
     ],
 )
 def test_a_momentum_over_blocks_takes_no_step_for_a_block_that_no_rank_has_completed(make, end):
@@ -654,7 +662,9 @@ def test_a_momentum_over_blocks_takes_no_step_for_a_block_that_no_rank_has_compl
             optimizer.step()
             optimizer.average()
         getattr(optimizer, end)()
-        return before - p.detach()
+        moved = before - p.detach()
+        optimizer.finish()
+        return moved
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of two momenta

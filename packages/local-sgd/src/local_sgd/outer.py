@@ -1,5 +1,6 @@
 """Rule of an outer optimizer, whose gradient is the change of a block."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,8 +73,14 @@ class OuterStep(Rule):
             self.scheduler.step()
 
     def gain(self) -> float:
-        """Factor by which SGD's momentum multiplies a steady change, its rate included; 0 without momentum."""
-        momenta = [(float(group["lr"]), sgd_momentum(group)) for group in self.outer.param_groups]
+        """Factor by which SGD's momentum multiplies a steady change, its rate included; 0 without momentum.
+
+        NaN for other optimizers, such as Adam, whose steps are not in proportion to the change.
+        """
+        groups = self.outer.param_groups
+        if not all("dampening" in group and (sgd_momentum(group) or not group.get("momentum")) for group in groups):
+            return math.nan
+        momenta = [(float(group["lr"]), sgd_momentum(group)) for group in groups]
         return max((rate / (1 - momentum) for rate, momentum in momenta if momentum), default=0.0)
 
     def alike(self) -> str:

@@ -38,8 +38,8 @@ contribute, fragments taking turns; every rank gets every round once, in order, 
   this rank, and so is the attribute of that name, which may be set.
 
 A round, alike on all ranks, such as `PartialResult`, has `total`, the sum of the contributions, weights included;
-`weight`, the sum of the weights; `round`, its number; `fragment`; `members`, the ranks that took part; `nonfinite`,
-those of them that contributed NaN or inf.
+`weight`, the sum of the weights; `deposits`, the number of contributions, without any `last`; `round`, its number;
+`fragment`; `members`, the ranks that took part; `nonfinite`, those of them that contributed NaN or inf.
 """
 
 OWN_STATS = ("steps", "bytes_sent")
@@ -52,7 +52,8 @@ class OuterRounds(Driver):
         give Δ;   for every round that is over:  z ← outer(z, total / m);   then  x ← z
 
     A late Δ goes into a later round, as one more summand. m is the number of ranks that took part; weighted: total is
-    divided by its weight. z is the same on all ranks after the same number of rounds.
+    divided by its weight. z is the same on all ranks after the same number of rounds. Of a round that has only what
+    ranks give as they meet, of blocks that none has completed, the mean is z.
 
     By fragments, one of F is given every τ/F steps, that whose turn is next, so that a late rank gives what others give
     then, and those whose turn it has missed. A round is applied `delay` steps later, or before F others are given. x is
@@ -369,7 +370,11 @@ class OuterRounds(Driver):
             if one.weight or not self._weighted:  # else, on all ranks, there is nothing to take a mean of
                 divisor = one.weight if self._weighted else len(one.members)
                 deltas = [(t / divisor).to(part["anchor"].device) for part, t in zip(parts, one.total, strict=True)]
-                rule.step(parts, deltas)
+                if one.deposits or not rule.gain():
+                    rule.step(parts, deltas)
+                else:  # of blocks that no rank has completed, see `_moved` of the driver
+                    for part, delta in zip(parts, deltas, strict=True):
+                        part["anchor"].sub_(delta)
             zs = [part["anchor"] for part in parts]
             if base is not None:
                 zs = [rule.taken(x, z) for x, z in zip(xs, zs, strict=True)]

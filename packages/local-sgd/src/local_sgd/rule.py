@@ -183,9 +183,9 @@ class Rule:
         return x
 
     def gain(self) -> float:
-        """Factor by which momentum over blocks multiplies a steady change; 0 without such momentum.
+        """Factor by which momentum over blocks multiplies a steady change; 0 without such momentum, NaN if unknown.
 
-        With it no `boundary` follows at the end on a block that no rank has completed: the mean is the model.
+        Unless it is 0 no `boundary` follows at the end on a block that no rank has completed: the mean is the model.
         """
         return 0.0
 

@@ -12,8 +12,9 @@ from torch import Tensor
 class Deposits:
     """acc ← acc + weight · gradient; nothing is ever overwritten. The caller holds a lock.
 
-    tensors: acc; None where nothing was deposited. count: number of gradients. weight: the sum of theirs.
-    finite: whether all were, and acc is. like: 1-D tensors that say size and dtype.
+    tensors: acc; None where nothing was deposited. count: number of gradients, without what a rank gives as it meets
+    the others. weight: the sum of theirs. finite: whether all were, and acc is. like: 1-D tensors that say size and
+    dtype.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -44,7 +45,7 @@ class Deposits:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` gave."""
         self.count, self.weight, self.finite = state["count"], state["weight"], state["finite"]
-        self.tensors = [acc.clone() for acc in state["acc"]] if self.count else None
+        self.tensors = [acc.clone() for acc in state["acc"]] if self.count or self.weight else None
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:

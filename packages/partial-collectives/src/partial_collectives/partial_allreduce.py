@@ -472,10 +472,10 @@ class PartialAllreduce:
             self._leaving = leaving
             self._do(self._machine.deposited(behind=len(self._results) > leaving))
 
-    def _add(self, given: Mapping[int, Given]) -> None:
+    def _add(self, given: Mapping[int, Given], count: int = 1) -> None:
         self._at_meeting = None
         for fragment, (tensors, weight, finite) in given.items():
-            self._deposits[fragment].add(tensors, weight, finite)
+            self._deposits[fragment].add(tensors, weight, finite, count)
 
     def _rest(self, stage: Stage, last: Mapping[int, Weighted] | None) -> Iterator[PartialResult]:
         """Has no more steps for now, or none at all: yields rounds until ranks have met, or all is over."""
@@ -491,7 +491,7 @@ class PartialAllreduce:
         meeting = machine.meetings + 1 if stage is Stage.PAUSED else None
         with self._lock:
             self._check()
-            self._add(given)
+            self._add(given, count=0)
             self._do(machine.rested(stage, given))
 
         def over() -> bool:
