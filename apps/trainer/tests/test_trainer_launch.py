@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -218,7 +219,11 @@ def test_the_workers_end_when_the_process_that_started_them_is_killed(tmp_path: 
         assert lines.readline() == "ended\n"  # "": it went on until the alarm
 
 
-def test_a_launcher_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("grace", "starting"), [(0.1, 0.0), (60.0, 4.0)])
+def test_a_launcher_that_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace: float, starting: float
+) -> None:
+    """Sooner where it has just begun: its workers may have missed the signal."""
     program = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.kill(os.getppid(), signal.SIGTERM)
@@ -226,8 +231,11 @@ signal.alarm(60)
 while True: time.sleep(0.02)
 """
     stand_in(tmp_path, monkeypatch, program)
-    monkeypatch.setattr(workers, "GRACE", 0.1)
+    monkeypatch.setattr(workers, "GRACE", grace)
+    monkeypatch.setattr(workers, "STARTING", starting)
+    began = time.monotonic()
     assert workers.start_workers("points", [], 2) == 143
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("code", [0, 7])

@@ -19,6 +19,7 @@ from thinwire_trainer.launching.placement import Placement, placement
 
 WORKERS_A_CORE = 8  # more is rather a slip of the finger: each takes a few hundred megabytes and its share of a core
 GRACE = 25.0  # seconds that the workers have to end, after a signal: longer than their own patience
+STARTING = 5.0  # seconds in which workers may miss a signal, and have little to save: so many to end it is, then
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 KILLED = {*range(4, 65), *range(131, 193)} - {128 + signal.SIGTERM}  # a signal's number, Open MPI's from 128 on
 """Codes of mpiexec that no worker ends with by itself. MPICH joins the bits of several: the signal is not known."""
@@ -48,7 +49,8 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
         nonlocal stopped
         while waiting:
             if not stopped:
-                patience = threading.Timer(GRACE, process.kill)  # then the workers notice by themselves
+                grace = GRACE if time.time() - began > STARTING else STARTING
+                patience = threading.Timer(grace, process.kill)  # then the workers notice by themselves
                 patience.daemon = True
                 patience.start()
             stopped = waiting.pop()
