@@ -2,13 +2,18 @@
 
 import os
 import sys
+from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
+from communicators import SimulatedWorld
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import DamagedError
 from thinwire_trainer.records.metrics import MetricsFile, TrainingProgress, read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
+from thinwire_trainer.run import run
 
 pytestmark = pytest.mark.quick
 
@@ -71,6 +76,13 @@ def test_the_line_of_an_epoch_says_which_figures_are_not_finite(capsys: pytest.C
     progress = TrainingProgress("dense", epochs=9, steps_per_epoch=1, quiet=False)
     progress.epoch({"epoch": 1, "steps": 4, "train_loss": None, "test_loss": 0.25, "rest_seconds": 0.5})
     assert capsys.readouterr().out == "dense  epoch   1/9  train_loss null  test_loss 0.25\n"
+
+
+def test_what_was_not_exchanged_yet_is_in_no_row(app: App, options: Callable[..., Options], tmp_path: Path) -> None:
+    asked = options(algorithm="diloco", sync_every=1000)
+    SimulatedWorld(2).run(lambda comm: run(app, asked, comm))
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row.get("hidden_fraction", "none yet") for row in rows] == ["none yet", 0.0]
 
 
 def test_a_note_goes_to_a_terminal_that_has_not_all_letters(monkeypatch: pytest.MonkeyPatch) -> None:

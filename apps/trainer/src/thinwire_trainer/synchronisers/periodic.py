@@ -3,7 +3,6 @@
 Moments are the optimizer's, each rank's own. The rate goes by steps.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -67,9 +66,9 @@ class Periodic(Synchroniser):
         return self.optimizer.averaged_model(comm=comm)
 
     def counters(self) -> Mapping[str, int | float]:
-        """Counts for the metrics. A measured one, since the run was started or resumed; at first there is none."""
+        """Counts for the metrics: one, which is measured, from the first exchange since the run was started or resumed."""
         hidden = self.optimizer.hidden_fraction
-        return {"hidden_fraction": math.nan if hidden is None else hidden}
+        return {} if hidden is None else {"hidden_fraction": hidden}
 
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
         """State for this number of ranks, from drained states, which hold one model; momenta are one rank's each.
