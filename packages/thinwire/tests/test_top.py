@@ -264,8 +264,8 @@ def test_a_run_without_live_files_is_shown_by_its_epochs(tmp_path):
     shown = console()
     shown.print(look(place_of([str(folder)]), found))
     text = shown.file.getvalue()
-    assert text.startswith("1 of 4 ranks, step 20")
-    assert re.search(r"^ *0 +20 +1000\.0 +600\.0 +100\.0 +300\.0 +0\.0 +50 bytes", text, re.MULTILINE)
+    assert text.startswith("1 of 4 ranks, step 20, epoch 2 of rank 0; --metrics file shows all")
+    assert re.search(r"^ *0 +20 +1000\.0 +600\.0 +100\.0 +300\.0 +50 bytes", text, re.MULTILINE)
 
 
 def test_the_live_files_of_a_run_are_its_ranks_until_they_are_deleted(tmp_path):

@@ -143,6 +143,7 @@ def _summed(rows: list[str]) -> Stats:
     return {
         "rank": 0,
         "ranks": epochs[-1]["world_size"],
+        "epoch": epochs[-1]["epoch"],
         "steps": epochs[-1]["steps"],
         "seconds": total("seconds") - total("evaluation_seconds"),
         "seconds_selecting": total("selection_seconds"),

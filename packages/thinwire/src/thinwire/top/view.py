@@ -92,6 +92,7 @@ def _summary(living: Sequence[Seen]) -> str:
         f"{len(living)} of {newest.of('ranks'):.0f} ranks",
         f"generation {newest.of('generation'):.0f}" if "generation" in newest.now else "",
         f"step {max(seen.of('steps') for seen in living):.0f}",
+        f"epoch {newest.of('epoch'):.0f} of rank 0; --metrics file shows all" if "epoch" in newest.now else "",
         f"residual {newest.of('residual_norm'):.3g}" if "residual_norm" in newest.now else "",
         f"compared at step {newest.of('verified_step'):.0f}" if "verified_step" in newest.now else "",
     ]
@@ -106,6 +107,8 @@ def _cells(seen: Seen) -> list[str]:
         seen.a_step(name) for name in ("seconds", "seconds_selecting", "seconds_waited", "seconds_hidden")
     )
     times = [f"{1e3 * seconds:.1f}" for seconds in (step, max(0.0, step - select - wait), select, wait, hidden)]
+    if "seconds_hidden" not in seen.now:  # epochs do not tell
+        times[-1] = ""
     sent, exchanging = seen.a_step("bytes_sent"), seen.a_step("seconds_exchanging")
     rate = f"{8e-6 * sent / exchanging:.1f}" if exchanging else ""
     return [*start, *times, decimal(int(sent)), rate, _lacked(seen)]
