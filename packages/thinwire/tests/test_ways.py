@@ -394,7 +394,7 @@ def test_a_rate_that_a_scheduler_would_set_back_is_not_adapted():
     model, plan = model_of(), planned("adamw", "diloco sync_every=30")
     inner = inner_of("adamw", model)
     torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
-    with pytest.raises(ValueError, match="takes 0.5 of the learning rate, .* make its scheduler after apply"):
+    with pytest.raises(ValueError, match=r"takes 0\.5 of the learning rate, .* make its scheduler after apply"):
         plan.apply(model, inner)
     assert inner.param_groups[0]["lr"] == 1e-2
     planned("adamw", "local-sgd sync_every=4").apply(model, inner)  # which leaves the rate as it is

@@ -66,7 +66,7 @@ class Periodic(Synchroniser):
         return self.optimizer.averaged_model(comm=comm)
 
     def counters(self) -> Mapping[str, int | float]:
-        """Counts for the metrics: one, which is measured, from the first exchange since the run was started or resumed."""
+        """Counts for the metrics: a measured one, from the first exchange after the run was started or resumed on."""
         hidden = self.optimizer.hidden_fraction
         return {} if hidden is None else {"hidden_fraction": hidden}
 

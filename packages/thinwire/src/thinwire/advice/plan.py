@@ -134,8 +134,8 @@ class Plan:
             ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
                 which has sent the gradients before a way gets them; a hook of DDP without DDP, as where the advice was
                 for a model in DDP; torch's PowerSGD over gloo in more than one bucket (the text has the size); other
-                `steps`; an optimizer whose rate, which is to be adapted, was so already or has a scheduler; or a model that is
-                in FSDP, or holds DDP inside.
+                `steps`; an optimizer whose rate was adapted already, or would be set back by its scheduler; or a model
+                that is in FSDP, or holds DDP inside.
         """
         _check_model(model)
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
@@ -183,8 +183,8 @@ class Plan:
         adapts = way.rate != 1 and self.situation.optimizer != "muon"
         if adapts and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise ValueError(
-                f"{way.name} takes {way.rate:g} of the learning rate, and a scheduler that was made before sets it back: "
-                "give an optimizer that was made anew, and make its scheduler after apply()"
+                f"{way.name} takes {way.rate:g} of the learning rate, and a scheduler that was made before sets it "
+                "back: give an optimizer that was made anew, and make its scheduler after apply()"
             )
         made = way.make(optimizer, model, comm, steps=total, every=way.every)
         for group in optimizer.param_groups if adapts else ():
