@@ -67,7 +67,7 @@ def test_selection_and_exchange_are_seen_beside_backward(processes, tmp_path):
     began, ended = backward[0][0], backward[-1][1]
     beside = [one for one in exchange if one[0] < ended and began < one[1]]
     assert len(beside) >= 4, "exchanges go on while backward does"
-    assert any(one[0] < layer[0] < one[1] for one in beside for layer in backward)
+    assert any(one[0] < layer[1] and layer[0] < one[1] for one in beside for layer in backward)
     assert all(began < one[0] for one in select)
     [main] = {track for _, _, track in backward}
     assert {track for _, _, track in select} == {main}

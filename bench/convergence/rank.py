@@ -28,8 +28,9 @@ class Training(NamedTuple):
 
     model: what is scored. calls: what computes the loss, the model or DDP round it. optimizer: has the rates.
     step: after backward. sent: () -> bytes and messages that this rank has sent. before_clipping: makes the gradients
-    what is clipped. around: what forward and backward go inside. agreed: inside, the model is that of all ranks.
-    finish: after the last step.
+    what is clipped. around: what forward and backward go inside. rates: whether they are to be
+    changed after each step, as the optimizer does not do it. meet: has ranks meet that do not wait for each other.
+    agreed: inside, the model is that of all ranks. finish: after the last step.
     """
 
     model: nn.Module
@@ -39,6 +40,8 @@ class Training(NamedTuple):
     sent: Callable[[], tuple[int, int]]
     before_clipping: Callable[[], object] = _nothing
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    rates: bool = True
+    meet: Callable[[], object] = _nothing
     agreed: Callable[[], AbstractContextManager[Any]] = nullcontext
     finish: Callable[[], object] = _nothing
 
@@ -49,7 +52,7 @@ def curve_of(run: Run, training: Training, *, rank: int, size: int, clip_after: 
     clip_after: of the norm of the gradients, between backward and the step; 0 for none.
     """
     task, model, curve = TASKS[run.task], training.model, list[Point]()
-    schedule = LambdaLR(training.optimizer, lambda step: _rate(step, run.steps))
+    schedule = rates_of(training.optimizer, run.steps) if training.rates else None
     every, (bytes_before, messages_before) = max(1, run.steps // task.points), training.sent()
     for step in range(run.steps):
         training.optimizer.zero_grad()
@@ -59,11 +62,11 @@ def curve_of(run: Run, training: Training, *, rank: int, size: int, clip_after: 
             training.before_clipping()
             nn.utils.clip_grad_norm_(model.parameters(), clip_after)
         training.step()
-        schedule.step()
+        if schedule is not None:
+            schedule.step()
         ended = step + 1 == run.steps
-        if ended:
-            training.finish()
         if (step + 1) % every == 0 or ended:
+            (training.finish if ended else training.meet)()
             with training.agreed():
                 score = task.score(model) if rank == 0 else math.nan
             nbytes, messages = training.sent()
@@ -71,6 +74,10 @@ def curve_of(run: Run, training: Training, *, rank: int, size: int, clip_after: 
     return curve
 
 
-def _rate(step: int, steps: int) -> float:
+def rates_of(optimizer: Optimizer, steps: int) -> LambdaLR:
     """Linear over the first twentieth, then a cosine."""
-    return min(1.0, (step + 1) / max(1, steps // 20)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    def share(step: int) -> float:
+        return min(1.0, (step + 1) / max(1, steps // 20)) * 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps))
+
+    return LambdaLR(optimizer, share)

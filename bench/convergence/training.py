@@ -9,7 +9,7 @@ from communicators import Communicator, Link, SimulatedWorld
 from data_parallel import UpdateOptimizer
 from torch import nn
 
-from bench.convergence import periodic, torch_hooks
+from bench.convergence import eager, periodic, torch_hooks
 from bench.convergence.rank import Point, Training, curve_of
 from bench.convergence.tasks import DEVICE, TASKS
 from bench.convergence.ways import WAYS, Run, Way, optimizer_of
@@ -63,7 +63,8 @@ def training_of(run: Run, way: Way, comm: Communicator) -> Training:
     model, rate = task.model().to(DEVICE), task.rates[run.optimizer]
     if way.by == "torch":
         return torch_hooks.training(run, model, rate)
-    return periodic.training(run, model, rate, comm) if way.by == "periodic" else _ours(run, way, model, rate, comm)
+    peers = {"periodic": periodic, "eager": eager}
+    return peers[way.by].training(run, model, rate, comm) if way.by in peers else _ours(run, way, model, rate, comm)
 
 
 def _ours(run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator) -> Training:

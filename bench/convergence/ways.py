@@ -47,8 +47,8 @@ class Way:
 
     clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. advised:
     algorithm and wire, where it is what `advise` says. by: what trains, ours,
-    "torch" or "periodic" (`torch_hooks`, `periodic`; by the way's name). beta1: of AdamW, where it is not what fits
-    the settings.
+    "torch", "periodic" or "eager" (`torch_hooks`, `periodic`, `eager`; by the way's name). beta1: of AdamW, where it is
+    not what fits the settings.
     """
 
     settings: Callable[[Run], Mapping[str, Any]]
@@ -171,6 +171,7 @@ WAYS: dict[str, Way] = {
     "streaming-diloco int2": _periodic("streaming-diloco sync_every=32 compress=int2"),
     "diloco often": _periodic("diloco sync_every=5"),
     "sparseloco": _periodic("sparseloco sync_every=5", selects=True),
+    **{name: _peer("eager", selects=False, advised=(name, "fp32")) for name in ("eager-solo", "eager-majority")},
     "demo": _peer("periodic", selects=False, optimizers=("adamw",)),
 }
 

@@ -31,7 +31,7 @@ class EagerSGD(Wrapping):
 
     Each `step()` gives the gradient to a `PartialAllreduce`, and for every round that has been completed since:
 
-        p.grad ← total / P;  optimizer.step();  scheduler.step()
+        p.grad ← total / P;  optimizer.step()
 
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
     in one step. A late gradient goes into a later round, as one more summand; P is the number of ranks that took part
@@ -58,8 +58,10 @@ class EagerSGD(Wrapping):
             closure only once, which LBFGS does not.
         named_parameters: Parameters of the model, as `model.named_parameters()` gives them.
         comm: See `communicators.as_communicator`.
-        scheduler: Scheduler of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise
-            between two rounds, and so go by a rank's own steps, are a ValueError: ranks would part in silence.
+        scheduler: Scheduler of the wrapped optimizer; stepped here, once for every P gradients in the rounds, so that
+            it is as long as the steps that a rank takes, in the mean, however many rounds those need. Rates that change
+            otherwise between two rounds, and so go by a rank's own steps, are a ValueError: ranks would part in
+            silence.
         weighted: Divides the total by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens,
             not by P. A gradient is then the mean over them.
         model: Module that has buffers, such as BatchNorm's.
@@ -116,7 +118,7 @@ class EagerSGD(Wrapping):
         shared = Buffers(model, buffers, self.comm, "EagerSGD")
         self.scheduler = scheduler
         self._trained = list(self.trained.values())
-        self._weighted, self.applied, self.gradients = weighted, 0, 0
+        self._weighted, self.applied, self.gradients, self._unscheduled = weighted, 0, 0, 0
         self._verify, self._meetings = verify, 0
         self.start_alike(f"{weighted=}, {buffers=}, {verify=}, {as_facts(optimizer, scheduler)}", model=model)
         held = buffers != "keep" and model is not None and any(buffer.numel() for buffer in model.buffers())
@@ -235,6 +237,7 @@ class EagerSGD(Wrapping):
             "met": self._elastic is not None and idle,
             "applied": self.applied,
             "gradients": self.gradients,
+            "unscheduled": self._unscheduled,
             "settings": {"weighted": self._weighted, "scheduler": _name(self.scheduler)},
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
@@ -260,7 +263,7 @@ class EagerSGD(Wrapping):
             self._load(state_dict)
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
-        needs = ("rounds", "applied", "gradients", "settings", "scheduler")
+        needs = ("rounds", "applied", "gradients", "unscheduled", "settings", "scheduler")
         wrapped, own = self.parts_of_state(state_dict, needs, anyones="met")
         for name, now in (("weighted", self._weighted), ("scheduler", _name(self.scheduler))):
             if (then := own["settings"][name]) != now:
@@ -269,7 +272,7 @@ class EagerSGD(Wrapping):
             raise ValueError(
                 "the state was not taken over an Elastic after synchronize(): take it there, before a step"
             )
-        check_like(own, {"applied": 0, "gradients": 0, "rounds": {"machine": {"round": 0}}}, "")
+        check_like(own, {"applied": 0, "gradients": 0, "unscheduled": 0, "rounds": {"machine": {"round": 0}}}, "")
         load_into(self.optimizer, wrapped)
         self.load_shared_state(own)
         self._met = True
@@ -283,10 +286,13 @@ class EagerSGD(Wrapping):
 
     def shared_state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"applied": self.applied, "gradients": self.gradients, "scheduler": scheduler, "known": self._known}
+        counts = {"applied": self.applied, "gradients": self.gradients, "unscheduled": self._unscheduled}
+        return {**counts, "scheduler": scheduler, "known": self._known}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        self.applied, self.gradients = state["applied"], state["gradients"]
+        self.applied, self.gradients, self._unscheduled = (
+            state[name] for name in ("applied", "gradients", "unscheduled")
+        )
         self._known = state.get("known") or settings_of(self.optimizer)  # a checkpoint has none
         if self.scheduler is not None:
             load_into(self.scheduler, state["scheduler"])
@@ -313,6 +319,7 @@ class EagerSGD(Wrapping):
                     "not applied: clip gradients, lower the learning rate, or go back to a checkpoint"
                 )
             self.gradients += result.deposits
+            self._unscheduled += result.deposits
             if self._weighted and not result.weight:  # on all ranks: there is nothing to take a mean of
                 continue
             self._step(result)
@@ -377,7 +384,8 @@ class EagerSGD(Wrapping):
             refuse_changed(self.optimizer, self._known)
         self._put(result)
         self.optimizer.step()
-        if self.scheduler is not None:
+        while self.scheduler is not None and self._unscheduled >= len(result.members):
+            self._unscheduled -= len(result.members)
             self.scheduler.step()
         self.applied, self._met, self._known = self.applied + 1, False, settings_of(self.optimizer)
 

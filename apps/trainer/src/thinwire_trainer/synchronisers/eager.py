@@ -27,31 +27,6 @@ from thinwire_trainer.synchronisers.synchroniser import (
 )
 
 
-class RateByGradients:
-    """A rate schedule that goes by the gradients in all rounds so far, P to a step: alike on all ranks at equal rounds,
-    and at its end when all gradients of the run are in, whatever the number of rounds that took.
-
-    gradients: how many, asked after each round.
-    """
-
-    def __init__(self, schedule: LambdaLR, gradients: Callable[[], int], size: int) -> None:
-        self.schedule, self._gradients, self._size = schedule, gradients, size
-
-    def step(self) -> None:
-        """Step the schedule, after a round."""
-        while self.schedule.last_epoch < self._gradients() // self._size:
-            self.schedule.step()
-
-    def state_dict(self) -> State:
-        """The schedule's."""
-        state: State = self.schedule.state_dict()
-        return state
-
-    def load_state_dict(self, state: State) -> None:
-        """Goes on with it."""
-        self.schedule.load_state_dict(state)
-
-
 class Eager(Synchroniser):
     """An `EagerSGD`; a step is given, and rounds are applied, in `exchange`.
 
@@ -146,7 +121,7 @@ def eager(options: Options, model: nn.Module, comm: Communicator, rates: Rates) 
     inner = inner_optimizer(options, model)
     asked = options.own.get("quorum", options.algorithm.removeprefix("eager-"))
     grace = options.own["grace"]
-    schedule = RateByGradients(rates(inner), lambda: optimizer.gradients, comm.size)
+    schedule = rates(inner)
     optimizer = EagerSGD(
         inner,
         model.named_parameters(),
@@ -158,4 +133,4 @@ def eager(options: Options, model: nn.Module, comm: Communicator, rates: Rates) 
         seed=options.seed,
         verify=options.own["verify"],
     )
-    return Eager(model, optimizer, schedule.schedule, held_up(options, comm))
+    return Eager(model, optimizer, schedule, held_up(options, comm))
