@@ -18,6 +18,7 @@ from sparse_compress import arguments
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.advice.accuracy import DATA, data_of
 from thinwire.advice.measuring import Trained, device_of, find_out, join, on_every_rank, other_dtype, told
@@ -112,7 +113,13 @@ class Plan:
         return as_text(self.situation)
 
     def apply(
-        self, model: Model, optimizer: Optimizer, *, steps: int | None = None, comm: Any = None
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        *,
+        steps: int | None = None,
+        comm: Any = None,
+        scheduler: LRScheduler | None = None,
     ) -> tuple[Model, Optimizer]:
         """Does what it says; collective over the ranks. Returns the model as it was given, and the optimizer to step.
 
@@ -125,8 +132,9 @@ class Plan:
             optimizer: Over its parameters, of the kind that was asked about; its settings are adapted as the text says.
             steps: Of the whole training, for the warm-up; default 1,000.
             comm: See `communicators.as_communicator`.
+            scheduler: Of the optimizer, for eager SGD, which steps it itself: then the loop must not.
 
-        All ranks do what rank 0's plan says. Make learning-rate schedulers, and load checkpoints, afterwards. In DDP
+        All ranks do what rank 0's plan says. Make other learning-rate schedulers, and load checkpoints, afterwards. In DDP
         the residuals are in no checkpoint: to save them, write the line that the plan prints, in which `state` is
         what has them, or of torch's hooks the first argument.
 
@@ -155,7 +163,7 @@ class Plan:
         if p.name == DENSE.name and ddp is not None:  # which sums them itself
             return model, optimizer
         if p.name in MADE:
-            return model, self._other(MADE[p.name], model, optimizer, steps, comm)
+            return model, self._other(MADE[p.name], model, optimizer, steps, comm, scheduler)
         settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire, "density": p.density, "steps": steps}
         settings |= {"options": dict(p.options)} if p.options else {}
         if ddp is not None and not self.situation.sends_updates:
@@ -172,7 +180,9 @@ class Plan:
         said = {name: getattr(own, name) for name in ("algorithm", "options", "density", "wire")}
         return replace(own, **told(said, comm)[0])
 
-    def _other(self, way: Way, model: nn.Module, optimizer: Optimizer, steps: int | None, comm: Any) -> Optimizer:
+    def _other(
+        self, way: Way, model: nn.Module, optimizer: Optimizer, steps: int | None, comm: Any, scheduler: Any
+    ) -> Optimizer:
         """A way that selects nothing."""
         ddp, total = _in_ddp(model), USUAL_STEPS if steps is None else steps
         if ddp is not None and way.in_ddp is not None:
@@ -186,7 +196,12 @@ class Plan:
                 f"{way.name} takes {way.rate:g} of the learning rate, and a scheduler that was made before sets it "
                 "back: give an optimizer that was made anew, and make its scheduler after apply()"
             )
-        made = way.make(optimizer, model, comm, steps=total, every=way.every)
+        if way.quorum and scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            raise ValueError(
+                f"{way.name} steps the learning-rate scheduler itself: give it, apply(…, scheduler=…), and do not step it"
+            )
+        more = {"scheduler": scheduler} if way.quorum else {}
+        made = way.make(optimizer, model, comm, steps=total, every=way.every, **more)
         for group in optimizer.param_groups if adapts else ():
             for rate in {"lr", "initial_lr"} & group.keys():
                 group[rate] = group[rate] * way.rate

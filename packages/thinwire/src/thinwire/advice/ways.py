@@ -246,12 +246,14 @@ def _torch_local(ours: Way) -> Way:
 def _eager(quorum: Literal["solo", "majority"]) -> Way:
     """A partial allreduce of gradients, which does not wait for late ranks."""
 
-    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
-        return EagerSGD(optimizer, model.named_parameters(), comm=comm, quorum=quorum)
+    def make(
+        optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int, scheduler: Any = None
+    ) -> Optimizer:
+        return EagerSGD(optimizer, model.named_parameters(), comm=comm, scheduler=scheduler, quorum=quorum)
 
     code = f'EagerSGD(OPTIMIZER, model.named_parameters(), quorum="{quorum}")'
     note = (
-        "Give a learning-rate scheduler as its scheduler=. Call optimizer.synchronize() before an evaluation, a "
+        "Give a learning-rate scheduler as its scheduler=, or to apply(), and do not step it. Call optimizer.synchronize() before an evaluation, a "
         "checkpoint or any other collective, and optimizer.finish() at the end."
     )
     return Way(f"eager-{quorum}", _partial_round_sent, make, code, note=note, quorum=quorum)
