@@ -350,6 +350,21 @@ def test_suspects(make, value):
         assert feedback.suspects() == []
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_value_of_ones_own_that_is_not_finite_is_suspect(value):
+    """It shows in the total, so all look for whose it is; the gradient was finite."""
+
+    class Broken(RandomK):
+        def __call__(self, tensor, *, name=""):
+            sparse = super().__call__(tensor, name=name)
+            sparse.values[0] = value
+            return sparse
+
+    feedback = ErrorFeedback(Broken(0.1))
+    feedback.compress("w", torch.ones(50))
+    assert feedback.suspects() == ["w"]
+
+
 def test_a_prescribed_selection_does_not_hide_what_is_not_finite():
     feedback = ErrorFeedback(TopK(0.1))
     feedback.compress(
