@@ -267,7 +267,8 @@ class CompressedAveraging(Averaging):
                 spoilt = True
                 change.zero_()  # or it would stay in a residual
             self._given.append(self._compressed.select(part, change, weight))
-        self._head = torch.tensor([math.nan if spoilt else weight, float(not finished)], dtype=torch.float64)
+        head = [math.nan if spoilt else weight, float(not finished)]
+        self._head = torch.tensor(head, dtype=torch.float64, device="cpu")
 
     def _summed(self, carry: Callable[..., Any]) -> list[Any]:
         """Sum of the head and those of the parts, all of which are under way at once."""

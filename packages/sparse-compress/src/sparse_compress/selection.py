@@ -289,4 +289,4 @@ def _triton_takes(x: Tensor) -> bool:
 @cache
 def _constant(value: bool) -> Tensor:
     """Constant tensor: making one takes longer than checking a thousand values."""
-    return torch.tensor(value)
+    return torch.tensor(value, device="cpu")
