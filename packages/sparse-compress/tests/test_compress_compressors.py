@@ -497,6 +497,13 @@ def test_clip_locally():
     assert gradients[1].item() == pytest.approx(4)
 
 
+@pytest.mark.parametrize("gradient", [torch.full((4,), 6e4, dtype=torch.float16), torch.full((4,), 1e20)], ids=str)
+def test_gradients_whose_norm_overflows_are_clipped_not_zeroed(gradient):
+    norm = clip_locally([gradient], max_norm=1.0, ranks=1)
+    assert norm.item() == pytest.approx(2e20 if gradient.dtype == torch.float32 else 1.2e5, rel=1e-3)
+    assert gradient.float().norm().item() == pytest.approx(1, rel=1e-3)
+
+
 def test_parameters_without_a_gradient_are_passed_over():
     gradient = torch.tensor([8.0])
     assert clip_locally([None, gradient, None], max_norm=2.0, ranks=1) == 8
