@@ -122,3 +122,18 @@ def _sent(rank, size, numel, bits):
 def test_what_cannot_be_summed_is_refused(x, bits, error, says):
     with pytest.raises((error, CollectiveError), match=says):
         SimulatedWorld(2).run(lambda comm: run(quantised_allreduce(x, comm.rank, comm.size, bits=bits), comm))
+
+
+@either
+def test_a_default_of_few_bits_loses_nothing(bits):
+    """Small numbers, which torch.float16 as the default dtype would not hold."""
+    inputs = [torch.randint(-9, 10, (50,), dtype=torch.float32) * 2.0**-40 for _ in range(3)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        sums = SimulatedWorld(3).run(
+            lambda comm: run(quantised_allreduce(inputs[comm.rank], comm.rank, 3, bits=bits), comm)
+        )
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(sums[0].total + sum(each.dropped for each in sums), sum(inputs))

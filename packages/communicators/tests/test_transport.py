@@ -248,9 +248,11 @@ def test_an_error_of_one_transport_is_its_own_communicators_and_the_engine_goes_
 def test_a_signal_while_a_rank_waits_ends_the_call_on_all_ranks():
     comms = ranks(3)
     comms[1].transport.nap_error = KeyboardInterrupt()
-    outcomes = on_all(comms[1:] + comms[:1], lambda comm: run(late(comm), comm, facts="late"))
+    schedules = [late(comm) for comm in comms]
+    outcomes = on_all(comms[1:] + comms[:1], lambda comm: run(schedules[comm.rank], comm, facts="late"))
     assert isinstance(outcomes[0], KeyboardInterrupt)
     assert {str(outcome) for outcome in outcomes[1:]} == {"rank 1 failed in late: KeyboardInterrupt"}
+    assert [schedule.gi_frame for schedule in schedules] == [None] * 3  # ended, also where a traceback holds them
     with pytest.raises(CollectiveError, match="KeyboardInterrupt"):
         allreduce(torch.ones(1), comms[1])
 

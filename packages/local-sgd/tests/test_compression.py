@@ -12,6 +12,7 @@ from communicators import CollectiveError, SimulatedWorld, allreduce
 from hypothesis import given
 from hypothesis import strategies as st
 from local_sgd import BMUF, DiLoCo, LocalSGD
+from sparse_compress import ErrorFeedback, TopK
 
 pytestmark = pytest.mark.quick
 
@@ -357,6 +358,8 @@ def test_bad_input():
         unsettled.tentative = True
         with pytest.raises(ValueError, match="has tentative=True"):
             make(comm=comm, compress=unsettled, allreduce=dropping)
+        with pytest.raises(ValueError, match=r"has momentum=0\.9, so that it sends each change several times over"):
+            make(comm=comm, compress=ErrorFeedback(TopK(0.5), momentum=0.9), allreduce=dropping)
         with pytest.raises(ValueError, match="native=True is the transport's sum"):
             make(comm=comm, compress="int8", native=True)
         with pytest.raises(TypeError, match="compress"):

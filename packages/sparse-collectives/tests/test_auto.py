@@ -6,11 +6,12 @@ import threading
 
 import pytest
 import torch
-from communicators import Link, SimulatedWorld, as_communicator
+from communicators import Alone, Link, SimulatedWorld, as_communicator
 from data_parallel import DistributedOptimizer, SparseHookState
 from sparse_collectives import ALGORITHMS, choose, sparse_allreduce
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.prediction.auto import _reason
+from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import Handling, Prediction
 from sparse_compress import TopK, topk
 
@@ -225,3 +226,13 @@ def test_only_what_takes_less_is_called_faster(seconds, said):
         for name, latency in (("gtopk", 1e-3), ("spardl", seconds))
     )
     assert _reason(taken, [taken, other]).startswith(said)
+
+
+def test_handling_is_measured_in_float32_whatever_torchs_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        handling = measure_handling(Alone(), numel=1000, density=0.1, device=torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert handling.compress > 0

@@ -2,8 +2,14 @@
 
 import pytest
 import torch
-from communicators import SimulatedWorld, as_communicator
-from sparse_collectives import ALGORITHMS, Reduction, sparse_allreduce, sparse_allreduce_async
+from communicators import CollectiveError, Dies, SimulatedWorld, as_communicator
+from sparse_collectives import (
+    ALGORITHMS,
+    Reduction,
+    sparse_allreduce,
+    sparse_allreduce_array_async,
+    sparse_allreduce_async,
+)
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_compress import SparseVector, topk
 
@@ -105,6 +111,49 @@ def test_calls_in_flight_complete_in_any_order_even_of_one_input():
 
     for totals in SimulatedWorld(3, jitter=1e-3).run(body):
         assert all(torch.equal(total, values.sum(0)) for total in totals)
+
+
+@pytest.mark.parametrize("name", ["oktopk", "spardl"])
+@pytest.mark.parametrize("call", [sparse_allreduce_async, sparse_allreduce_array_async])
+def test_a_state_serves_one_call_at_a_time(call, name):
+    """Two at once would end in unlike phases on ranks whose calls end in another order."""
+
+    def body(comm):
+        state = ALGORITHMS[name].initial_state()
+        x = torch.arange(8.0)
+        settings = {"k": 4, "algorithm": name, "state": state}
+        work = call(topk(x, 4) if call is sparse_allreduce_async else x, comm, **settings)
+        for other in (sparse_allreduce, sparse_allreduce_async):
+            with pytest.raises(ValueError, match="this state serves a call that is under way"):
+                other(topk(x, 4), comm, **settings)
+        work.wait()
+        sparse_allreduce(topk(x, 4), comm, **settings)
+        return state["step"]
+
+    assert SimulatedWorld(2).run(body) == [2, 2]
+
+
+def test_a_state_goes_on_after_a_call_that_has_failed():
+    states = [ALGORITHMS["oktopk"].initial_state() for _ in range(2)]
+
+    def body(comm):
+        return sparse_allreduce(topk(torch.arange(8.0), 4), comm, k=4, algorithm="oktopk", state=states[comm.rank])
+
+    with pytest.raises(CollectiveError) as error:
+        SimulatedWorld(2, faults=[Dies(rank=1, message=1)]).run(body)
+    SimulatedWorld(2).run(body)
+    assert [state["step"] for state in states] == [1, 1]
+    assert error  # whose frames hold the schedules of the calls that failed
+
+
+def test_ranks_of_one_process_do_not_share_a_state():
+    state = ALGORITHMS["spardl"].initial_state()
+
+    def body(comm):
+        sparse_allreduce(topk(torch.arange(8.0), 4), comm, k=4, algorithm="spardl", state=state)
+
+    with pytest.raises(ValueError, match="and each rank, a state of its own"):
+        SimulatedWorld(2).run(body)
 
 
 def test_a_future_gives_the_reduction():

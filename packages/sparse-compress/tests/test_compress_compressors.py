@@ -350,6 +350,21 @@ def test_suspects(make, value):
         assert feedback.suspects() == []
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_value_of_ones_own_that_is_not_finite_is_suspect(value):
+    """It shows in the total, so all look for whose it is; the gradient was finite."""
+
+    class Broken(RandomK):
+        def __call__(self, tensor, *, name=""):
+            sparse = super().__call__(tensor, name=name)
+            sparse.values[0] = value
+            return sparse
+
+    feedback = ErrorFeedback(Broken(0.1))
+    feedback.compress("w", torch.ones(50))
+    assert feedback.suspects() == ["w"]
+
+
 def test_a_prescribed_selection_does_not_hide_what_is_not_finite():
     feedback = ErrorFeedback(TopK(0.1))
     feedback.compress(
@@ -480,6 +495,13 @@ def test_clip_locally():
     assert gradients[1].item() == pytest.approx(4)
     assert clip_locally(gradients, max_norm=10.0, ranks=4) == pytest.approx(5)
     assert gradients[1].item() == pytest.approx(4)
+
+
+@pytest.mark.parametrize("gradient", [torch.full((4,), 6e4, dtype=torch.float16), torch.full((4,), 1e20)], ids=str)
+def test_gradients_whose_norm_overflows_are_clipped_not_zeroed(gradient):
+    norm = clip_locally([gradient], max_norm=1.0, ranks=1)
+    assert norm.item() == pytest.approx(2e20 if gradient.dtype == torch.float32 else 1.2e5, rel=1e-3)
+    assert gradient.float().norm().item() == pytest.approx(1, rel=1e-3)
 
 
 def test_parameters_without_a_gradient_are_passed_over():

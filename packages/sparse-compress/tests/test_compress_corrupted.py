@@ -167,8 +167,15 @@ def test_what_a_receiver_expects_is_checked_too(codec):
 def test_a_header_of_another_kind_of_value():
     message = WireCodec().encode(topk(torch.randn(9), 3))
     message[28] = 2
-    with pytest.raises(ValueError, match=r"torch\.float64 values, expected"):
+    with pytest.raises(ValueError, match=r"another codec than WireCodec.*, or damaged: code 0x10102, not 0x10101"):
         WireCodec().decode(message, 9, 3)
+
+
+@pytest.mark.parametrize("entries", [3, None])
+def test_bytes_of_another_codec_are_no_values(entries):
+    message = WireCodec("bf16").encode(topk(torch.randn(9), 3))
+    with pytest.raises(ValueError, match=r"another codec than WireCodec\(values='fp16'"):
+        WireCodec("fp16").decode(message, 9, entries)
 
 
 def test_a_scale_that_is_none():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -128,6 +129,22 @@ def test_prescribed_selections_find_what_is_not_finite(value, where):
         feedback = ErrorFeedback(TopK(0.5))
         feedback.compress("w", x.index_fill(0, torch.tensor([where]), value), select=select)
         assert feedback.suspects() == ["w"]
+
+
+def test_numbers_of_numpy_are_numbers():
+    class Mine(TopK):
+        def entries(self, numel):
+            return np.int64(5)
+
+    gradient, edges = torch.randn(50), np.array([0, 20, 50])
+    assert len(ErrorFeedback(Mine(0.1)).compress("w", gradient)) == 5
+    bounds, budgets = list(pairwise(edges)), np.diff(edges) // 10
+    for select, k in (
+        (Largest(np.int64(5)), 5),
+        (Reaching(np.int64(1), np.int64(5)), 5),
+        (LargestOfBlocks(bounds, budgets), 5),
+    ):
+        assert len(ErrorFeedback(TopK(0.1)).compress("w", gradient, select=select)) == k
 
 
 def test_gradients_that_are_views():

@@ -26,7 +26,7 @@ def both(level, call):
         expected = call()
     with using(level), pytest.MonkeyPatch.context() as patched:
         blocks = []
-        patched.setattr(torch, "empty", lambda size, *, dtype: guarded(blocks, size, dtype))
+        patched.setattr(torch, "empty", lambda size, *, dtype, device="cpu": guarded(blocks, size, dtype))
         found = call()
     assert all((block[-GUARD:] == POISON).all() for block in blocks)
     return expected, found

@@ -400,6 +400,24 @@ def test_a_rate_that_a_scheduler_would_set_back_is_not_adapted():
     planned("adamw", "local-sgd sync_every=4").apply(model, inner)  # which leaves the rate as it is
 
 
+def test_eager_sgd_steps_the_scheduler_that_it_is_given():
+    def body(comm):
+        model, plan = model_of(), planned("adamw", "eager-majority")
+        inner = inner_of("adamw", model)
+        rates = torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.5)
+        with pytest.raises(ValueError, match=r"eager-majority steps the learning-rate scheduler itself: give it"):
+            plan.apply(model, inner, comm=comm)
+        _, eager = plan.apply(model, inner, comm=comm, scheduler=rates)
+        with eager:
+            for _ in range(4):
+                eager.zero_grad()
+                loss_of(model, torch.Generator().manual_seed(comm.rank)).backward()
+                eager.step()
+        return eager.param_groups[0]["lr"]
+
+    assert SimulatedWorld(3).run(body) == [1e-2 * 0.5**2] * 3
+
+
 @pytest.mark.parametrize("steps", [-5, 1e4, math.nan, "x", True])
 def test_steps_are_checked_before_anything_is_made(steps):
     for name in ("local-sgd sync_every=4", "diloco sync_every=30", "gtopk", "powersgd rank=2", "dense in bf16"):

@@ -112,7 +112,7 @@ def ping_pong_seconds(comm: Communicator, peer: int, ping: int, pong: int, *, fi
     One more goes before: both are here then, and TCP's window has grown. All ranks call it alike, also one without a
     partner, whose peer is no rank.
     """
-    there, back = (Payload.of(torch.zeros(nbytes, dtype=torch.uint8)) for nbytes in (ping, pong))
+    there, back = (Payload.of(torch.zeros(nbytes, dtype=torch.uint8, device="cpu")) for nbytes in (ping, pong))
     seconds = []
     for _ in range(repeats + 1):
         begin = comm.clock()

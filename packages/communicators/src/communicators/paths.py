@@ -55,7 +55,7 @@ def measure_paths(comm: Any, *, nbytes: int = 1 << 19, repeats: int = 3) -> Path
         raise ValueError(f"expected nbytes >= {2 * SLOT_BYTES} and repeats >= 1, got {nbytes} and {repeats}")
     comm = as_communicator(comm)
     rank, size = comm.rank, comm.size
-    found = torch.zeros(2, size, dtype=torch.float64)
+    found = torch.zeros(2, size, dtype=torch.float64, device="cpu")
     for peer in _partners(rank, size):
         small = ping_pong_seconds(comm, peer, 0, 0, first=rank < peer, repeats=repeats)
         for sender in sorted((rank, peer)):

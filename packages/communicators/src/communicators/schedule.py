@@ -51,9 +51,9 @@ class Payload:
 
         Args:
             nbytes: Bytes of the body.
-            device: Device of the payload, default torch's.
+            device: Device of the payload, default the CPU.
         """
-        return cls(torch.empty(SLOT_BYTES + nbytes, dtype=torch.uint8, device=device))
+        return cls(torch.empty(SLOT_BYTES + nbytes, dtype=torch.uint8, device=device or "cpu"))
 
     @classmethod
     def of(cls, tensor: Tensor) -> Payload:
@@ -102,7 +102,7 @@ class Payload:
             pinned: Whether what it holds comes from, or goes to, a GPU of CUDA.
         """
         if pinned:
-            return cls(torch.empty(SLOT_BYTES + nbytes, dtype=torch.uint8, pin_memory=True))
+            return cls(torch.empty(SLOT_BYTES + nbytes, dtype=torch.uint8, pin_memory=True, device="cpu"))
         return cls(torch.from_numpy(np.empty(SLOT_BYTES + nbytes, dtype=np.uint8)))
 
     def to_host(self) -> Payload:

@@ -166,7 +166,7 @@ class Recorded:
 
 def gathered(own: Recorded | None, comm: Communicator) -> dict[str, Any] | None:
     """Timeline of all ranks on rank 0, None elsewhere and where nobody has recorded anything; every rank calls it."""
-    packed = torch.zeros(0, dtype=torch.uint8) if own is None else own.packed()
+    packed = torch.zeros(0, dtype=torch.uint8, device="cpu") if own is None else own.packed()
 
     def exchange() -> tuple[list[bytes], list[tuple[float, float]]]:
         here = comm.rank, comm.size
@@ -249,7 +249,7 @@ def compared_clocks(
     if rank:
         for _ in range(PINGS):
             yield Round(recvs={0: 0})
-            yield Round(sends={0: Payload.of(torch.tensor([clock(), machine]))})
+            yield Round(sends={0: Payload.of(torch.tensor([clock(), machine], device="cpu"))})
         return found
     for peer in range(1, size):
         ahead, bound, there = yield from _pinged(peer, clock)
@@ -262,7 +262,7 @@ def _pinged(peer: int, clock: Callable[[], int]) -> Schedule[tuple[float, float,
     pings, there = [], 0
     for _ in range(PINGS):
         sent = clock()
-        yield Round(sends={peer: Payload.of(torch.zeros(0, dtype=torch.uint8))})
+        yield Round(sends={peer: Payload.of(torch.zeros(0, dtype=torch.uint8, device="cpu"))})
         received = yield Round(recvs={peer: 16})
         theirs, there = received[peer].view(torch.int64).tolist()
         back = clock()

@@ -61,7 +61,7 @@ class AdamStepCorrection:
     def __init__(self, optimizer: Optimizer, comm: Communicator) -> None:
         self._optimizer, self._comm = optimizer, comm
         self._concerned = (comm.size > 1 or comm.elastic) and isinstance(optimizer, CORRECTED)
-        self._sums = torch.zeros(2, dtype=torch.float64)  # of μ², and of μ² + σ²; alike on all ranks
+        self._sums = torch.zeros(2, dtype=torch.float64, device="cpu")  # of μ², and of μ² + σ²; alike on all ranks
         self._looks = _no_looks()  # since ranks spoke of them
         self._under_way: Work[Tensor] | None = None  # their sum, within a step
 
@@ -77,7 +77,7 @@ class AdamStepCorrection:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads from a mapping that contains a `state_dict`; starts afresh if that was empty."""
-        own = state.get("own_noise", {"sums": torch.zeros(2, dtype=torch.float64), "looks": _no_looks()})
+        own = state.get("own_noise", {"sums": torch.zeros(2, dtype=torch.float64, device="cpu"), "looks": _no_looks()})
         check_like(own, {"sums": self._sums, "looks": self._looks}, "own_noise")
         self._sums, self._looks = own["sums"].cpu().clone(), own["looks"].cpu().clone()
         self._under_way = None  # of a step that failed before it was waited for
@@ -92,7 +92,7 @@ class AdamStepCorrection:
             return
         if any(p.grad is not None for p in parameters):
             own = sketch(parameters, step).to("cpu", torch.float64)
-            self._looks[step % EVERY] = torch.cat([own, own.square().sum()[None], torch.ones(1)])
+            self._looks[step % EVERY] = torch.cat([own, own.square().sum()[None], torch.ones(1, device="cpu")])
         if step % EVERY == 0:
             self._under_way = allreduce_async(self._looks.to(parameters[0].device), self._comm)
             self._looks = _no_looks()
@@ -138,7 +138,7 @@ def without_looks(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _no_looks() -> Tensor:
     """Empty table of sketches, one row a step: the sketch, its square, and whether there is one."""
-    return torch.zeros(EVERY, WIDTH + 2, dtype=torch.float64)
+    return torch.zeros(EVERY, WIDTH + 2, dtype=torch.float64, device="cpu")
 
 
 def _common_and_whole(total: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def _in_turn(parameters: Sequence[Tensor], step: int) -> Tensor:
 
 
 def _signs(rows: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, (rows, ROW), generator=generator, dtype=torch.float32).mul_(2).sub_(1)
+    return torch.randint(0, 2, (rows, ROW), generator=generator, dtype=torch.float32, device="cpu").mul_(2).sub_(1)
 
 
 def in_batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

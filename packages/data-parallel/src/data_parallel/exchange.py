@@ -469,7 +469,7 @@ def wait_for_all(begun: Iterable[Any], lost: CollectiveError | None = None) -> l
 
 
 def _plain(value: Any) -> Any:
-    return torch.as_tensor(value, dtype=torch.float64).tolist()
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu").tolist()
 
 
 def _shared_settings(optimizer: Optimizer) -> str:

@@ -53,7 +53,7 @@ class Shadow(JoinHook):
         """Takes over the last joiner's parameters and state, once all ranks have joined."""
         self._tells = False
         comm, inner = self._optimizer.comm, self._optimizer.optimizer
-        last = torch.zeros(comm.size)
+        last = torch.zeros(comm.size, device="cpu")
         last[comm.rank] = float(is_last_joiner)
         source = int(allreduce(last, comm).nonzero()[0])
         tensors = _tensors_of(inner)

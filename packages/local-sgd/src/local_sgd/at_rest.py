@@ -36,7 +36,8 @@ class AtRest:
     def forget(self) -> None:
         """Forgets all, where others may write: after a drain, or a state that was loaded."""
         self._held = None
-        self._seen = torch.zeros(len(self._named), dtype=torch.int64)  # by tensor the step before its first change
+        # By tensor the step before its first change.
+        self._seen = torch.zeros(len(self._named), dtype=torch.int64, device="cpu")
 
     def error(self, rank: int) -> CollectiveError | None:
         """Error for what changed on this rank."""

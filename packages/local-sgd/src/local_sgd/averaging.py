@@ -214,7 +214,7 @@ def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Commu
         return
     found = _nonfinite(parts, means)
     own = bool(_nonfinite(parts, [part.gather() for part in parts]))
-    owns = comm.atomic(lambda: allgather(torch.tensor([int(own)]), comm))
+    owns = comm.atomic(lambda: allgather(torch.tensor([int(own)], device="cpu"), comm))
     ranks = [rank for rank, theirs in enumerate(owns) if int(theirs)]
     if not ranks:
         raise CollectiveError(f"{what}: the sum over ranks overflows in {found[0]!r}: give smaller weights")

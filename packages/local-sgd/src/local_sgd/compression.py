@@ -213,7 +213,7 @@ def compressed(compress: Compress, allreduce: Allreduce | None) -> ResidualSum |
 
     Raises:
         TypeError: `compress` is of another type, or a compressor without an allreduce.
-        ValueError: `compress` is another word, or tentative, or there is an allreduce but no compressor.
+        ValueError: `compress` is another word, tentative, or has momentum, or there is an allreduce but no compressor.
     """
     plain = compress is None or isinstance(compress, str)
     if not (compress is None or compress in BITS if plain else isinstance(compress, Sparsifier)):
@@ -240,6 +240,11 @@ def compressed(compress: Compress, allreduce: Allreduce | None) -> ResidualSum |
             "compress has tentative=True, but its steps are never committed here, so that it could not be saved: "
             "leave tentative out; a mean that is not finite is undone without it"
         )
+    if momentum := getattr(compress, "momentum", 0.0):
+        raise ValueError(
+            f"compress has momentum={momentum}, so that it sends each change several times over: leave momentum out, "
+            "and give it to the inner or outer optimizer"
+        )
     return SparseSum(compress, allreduce)
 
 
@@ -262,7 +267,8 @@ class CompressedAveraging(Averaging):
                 spoilt = True
                 change.zero_()  # or it would stay in a residual
             self._given.append(self._compressed.select(part, change, weight))
-        self._head = torch.tensor([math.nan if spoilt else weight, float(not finished)], dtype=torch.float64)
+        head = [math.nan if spoilt else weight, float(not finished)]
+        self._head = torch.tensor(head, dtype=torch.float64, device="cpu")
 
     def _summed(self, carry: Callable[..., Any]) -> list[Any]:
         """Sum of the head and those of the parts, all of which are under way at once."""

@@ -499,7 +499,8 @@ class Driver:
 
     def _set_rates(self, fragment: Fragment) -> None:
         """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
-        rates = torch.tensor([group.get("lr", math.nan) for group in self.owner.param_groups], dtype=torch.float64)
+        own = [group.get("lr", math.nan) for group in self.owner.param_groups]
+        rates = torch.tensor(own, dtype=torch.float64, device="cpu")
         if self.rule.needs_rate:
             facts = f"learning rates of {self.what}"
             average_tensors([rates], self.comm, facts=facts, counts=fragment.done > 0)
@@ -515,7 +516,7 @@ class Driver:
         if last:
             return last
         models = self.before or [part.gather() for part in self.parts]
-        own = torch.tensor([digest(by_name(self.parts, models))])
+        own = torch.tensor([digest(by_name(self.parts, models))], device="cpu")
         alike = all(torch.equal(own, held) for held in self.comm.atomic(lambda: allgather(own, self.comm)))
         return models if alike else self.models(self.comm)
 

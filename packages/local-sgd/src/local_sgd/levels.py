@@ -114,8 +114,8 @@ class TwoLevels(Driver):
 
 def _refuse_gaps(group: Communicator, everybody: Communicator) -> None:
     """Raises ValueError, on all ranks alike, unless every rank is in one group, and its ranks agree on that group."""
-    members = [int(rank) for rank in allgather(torch.tensor([everybody.rank]), group)]
-    claims = [given.tolist() for given in allgather(torch.tensor([min(members), group.size]), everybody)]
+    members = [int(rank) for rank in allgather(torch.tensor([everybody.rank], device="cpu"), group)]
+    claims = [given.tolist() for given in allgather(torch.tensor([min(members), group.size], device="cpu"), everybody)]
     firsts = [first for first, _ in claims]
     wrong = [rank for rank, (first, size) in enumerate(claims) if firsts.count(first) != size or firsts[first] != first]
     if wrong:

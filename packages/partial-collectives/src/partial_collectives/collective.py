@@ -101,7 +101,7 @@ def recovery(
     ended: how many this rank has; last: result of the last of them. ranks: whose headers there are, more than the
     `size` that are left.
     """
-    number = torch.tensor([ended]).view(torch.uint8)
+    number = torch.tensor([ended], device="cpu").view(torch.uint8)
     blocks = yield from schedules.allgather_blocks(number, [number.numel()] * size, rank, size)
     counts = [int(block.clone().view(torch.int64)) for block in blocks]
     most = max(counts)

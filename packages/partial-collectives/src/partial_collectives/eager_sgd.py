@@ -351,7 +351,7 @@ class EagerSGD(Wrapping):
             self._refuse_unlike()
         if self._shared is not None:
             self._shared.at_boundary()
-        counts = schedules.allreduce(torch.tensor([not finished]).long(), self.comm.rank, self.comm.size)
+        counts = schedules.allreduce(torch.tensor([not finished], device="cpu").long(), self.comm.rank, self.comm.size)
         return not run(counts, self.comm, facts="EagerSGD: who has finished")
 
     def _synchronize(self) -> None:

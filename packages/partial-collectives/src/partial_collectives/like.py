@@ -38,7 +38,7 @@ class Like:
 
     def flat(self) -> list[list[Tensor]]:
         """1-D tensors of the sizes and dtypes in host memory, by fragment; their elements mean nothing."""
-        return [[torch.empty(one.numel(), dtype=one.dtype) for one in each] for each in self.fragments]
+        return [[torch.empty(one.numel(), dtype=one.dtype, device="cpu") for one in each] for each in self.fragments]
 
     def copies(self, given: Weighted, fragment: int) -> Given:
         """Copies of what is given for a fragment, once that has been checked."""

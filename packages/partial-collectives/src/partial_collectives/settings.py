@@ -52,8 +52,8 @@ def refuse_changed(optimizer: Optimizer, known: list[dict[str, Any]]) -> None:
     if changed := changes(optimizer, known):
         raise ValueError(
             f"settings changed between two rounds: {changed}; ranks do not take as many rounds in a step, so their "
-            "models would part: give scheduler=, which goes by the gradients of all ranks, or change them on all ranks right "
-            "after synchronize()"
+            "models would part: give scheduler=, which goes by the gradients of all ranks, or change them on all ranks "
+            "right after synchronize()"
         )
 
 

@@ -122,7 +122,7 @@ class ElasticRounds:
         elastic = self._elastic
         gone = {self._named[rank] for rank in self.current.given_up} if self._named else set[str]()
         told = [not (finished or drains), not finished, not gone.isdisjoint(elastic.members), not elastic.newcomer]
-        own = torch.tensor([*told, self.number, zlib.crc32(self._settings.encode())]).long()
+        own = torch.tensor([*told, self.number, zlib.crc32(self._settings.encode())], device="cpu").long()
         facts = f"{self._owner.what}: who meets"
         gathered = run(schedules.allgather(own, elastic.rank, elastic.size), elastic, facts=facts)
         said: list[list[int]] = [each.tolist() for each in gathered]

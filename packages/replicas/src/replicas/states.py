@@ -140,7 +140,7 @@ def states_of_ranks(state: Any) -> list[dict[str, Any]] | None:
 
 def gather_states(attempt: Callable[[], Mapping[str, Any]], comm: Communicator) -> list[dict[str, Any]] | None:
     """Every rank's state in rank order on rank 0, None elsewhere; raises as `gathered_state` does."""
-    packed, failed = [torch.zeros(0, dtype=torch.uint8)], None
+    packed, failed = [torch.zeros(0, dtype=torch.uint8, device="cpu")], None
     try:
         packed = [_packed(attempt())]
     except Exception as error:  # whatever it is, the others must not wait for it

@@ -35,7 +35,8 @@ def refuse_unlike(named: Mapping[str, Tensor], comm: Any, *, when: str = "", ran
             tensor that does; of a tensor without a majority, as among two ranks, every rank's hash.
     """
     comm = as_communicator(comm)
-    own = torch.stack([hash_bits(tensor).cpu() for tensor in named.values()]) if named else torch.zeros(0).long()
+    mine = [hash_bits(tensor).cpu() for tensor in named.values()]
+    own = torch.stack(mine) if mine else torch.zeros(0, dtype=torch.int64, device="cpu")
     listed = ";".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named.items())
     facts = f"refuse_unlike({len(named)} tensors, names and shapes {zlib.crc32(listed.encode()):08x})"
     digests = run(_gathered(hash_bits(own), comm.rank, comm.size), comm, facts=facts, device=torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
+from weakref import WeakValueDictionary
 
 from communicators import Communicator, Schedule, Work, as_communicator, run, start
 from sparse_compress import SparseVector, arguments
@@ -9,6 +10,9 @@ from sparse_compress import SparseVector, arguments
 from sparse_collectives.algorithm import Algorithm, Reduction, State
 from sparse_collectives.algorithms.table import AUTO, resolve
 from sparse_collectives.prediction.auto import remembered
+
+_UNDER_WAY: WeakValueDictionary[int, Schedule[Reduction]] = WeakValueDictionary()
+"""Schedules that change a state when they end, by its id, which each of them keeps alive until then."""
 
 
 class CallSettings(TypedDict, total=False):
@@ -99,7 +103,7 @@ def prepare(
         )
     entry, state, k = resolved(sparse, comm, k, **settings)
     # Every call stamps its own number into the payload it sends: calls must not share one, nor the caller's.
-    schedule = entry.call(sparse.clone(), comm, k, state)
+    schedule = serving(state, entry.call(sparse.clone(), comm, k, state))
     return schedule, entry.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}", state=state)
 
 
@@ -135,3 +139,16 @@ def resolved(
         raise ValueError(f"{entry.name} keeps no state between calls: leave state out")
     entry.check_state(state)
     return entry, state, k
+
+
+def serving(state: State | None, schedule: Schedule[Reduction]) -> Schedule[Reduction]:
+    """Schedule as the one call that its state serves at a time. Raises ValueError where it serves another already."""
+    if state is not None:
+        before = _UNDER_WAY.get(id(state))
+        if getattr(before, "gi_frame", None) is not None:
+            raise ValueError(
+                "this state serves a call that is under way, and one call at a time: wait() for that before the next, "
+                "or give each of the calls that are under way together, and each rank, a state of its own"
+            )
+        _UNDER_WAY[id(state)] = schedule
+    return schedule

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparse_collectives.algorithm import Reduction
 from sparse_collectives.algorithms.table import AUTO, resolve
-from sparse_collectives.allreduce import CallSettings, resolved
+from sparse_collectives.allreduce import CallSettings, resolved, serving
 
 Array = TypeVar("Array", Tensor, NDArray[np.floating])
 
@@ -109,7 +109,8 @@ def _prepared(
     sent = topk(flat, k)
     own[sent.indices] = 0
     facts = entry.facts(*what, f"k={k}", state=state)
-    return _densified(entry.call(sent, comm, k, state), own, shaped), facts, flat.device
+    schedule = serving(state, entry.call(sent, comm, k, state))
+    return _densified(schedule, own, shaped), facts, flat.device
 
 
 def _densified(

@@ -162,7 +162,8 @@ class ErrorFeedback:
                 check_entries(sent, 0, sent.numel)
             except ValueError as error:
                 raise ValueError(f"{chooser} gave what is no vector for {name!r}: {error}") from None
-        return sent, all_finite(sent if getattr(chooser, "finds_nonfinite", False) else accumulated)
+        finite = all_finite(sent)  # also where it has values of its own
+        return sent, finite if getattr(chooser, "finds_nonfinite", False) else finite & all_finite(accumulated)
 
     def is_suspect(self, name: str) -> bool:
         """Whether `suspects` names a tensor; reads back this one only. False before it was compressed.

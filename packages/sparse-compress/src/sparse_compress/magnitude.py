@@ -39,7 +39,7 @@ def largest(keys: Tensor, k: int) -> Tensor:
     if not keys.is_cpu:
         return torch.zeros_like(keys, dtype=torch.bool).index_fill_(0, largest_on_device(keys, k), True)
     if not k:
-        return torch.zeros(len(keys), dtype=torch.bool)
+        return torch.zeros(len(keys), dtype=torch.bool, device="cpu")
     given = keys.numpy()
     threshold = np.partition(given, len(given) - k)[len(given) - k]
     selected = given > threshold
@@ -62,4 +62,4 @@ def positions(mask: Tensor) -> Tensor:
 @cache
 def key_of_inf(dtype: torch.dtype) -> int:
     """Key of inf, the largest that a threshold may have: inf and NaN reach any."""
-    return int(magnitude_keys(torch.tensor(torch.inf, dtype=dtype)))
+    return int(magnitude_keys(torch.tensor(torch.inf, dtype=dtype, device="cpu")))

@@ -120,7 +120,7 @@ def cut_to_budgets(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int])
             return sparse, nothing
         if all(held >= budget for held, budget in zip(found, budgets, strict=True)):
             return merge_to_budgets(sparse, nothing, bounds, budgets)
-    at = [torch.arange(low, low + budget) for (low, _), budget in zip(bounds, budgets, strict=True)]
+    at = [torch.arange(low, low + budget, device="cpu") for (low, _), budget in zip(bounds, budgets, strict=True)]
     indices = torch.cat(at).to(sparse.device, torch.int32)
     zeros = of_entries(indices, torch.zeros(len(indices), dtype=sparse.dtype, device=sparse.device), sparse.numel)
     return merge_to_budgets(sparse, zeros, bounds, budgets)

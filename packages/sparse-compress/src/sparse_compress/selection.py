@@ -240,8 +240,8 @@ def _native_step(
     before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator, plan: Plan, most: int, library: Any
 ) -> SparseVector:
     """`Selection.step` by the kernels, block by block; at most so many entries in all."""
-    blocks, key = plan
-    sent = SparseVector.allocate(most, gradient.numel(), torch.float32, gradient.device)
+    blocks, key = [((int(low), int(high)), int(k)) for (low, high), k in plan[0]], int(plan[1])  # not of NumPy
+    sent = SparseVector.allocate(int(most), gradient.numel(), torch.float32, gradient.device)
     kept = before.residual, before.velocity, out.residual, out.velocity
     v, u, new_v, new_u = [None if part is None else part.data_ptr() for part in kept]
     given = v, u, gradient.data_ptr(), KINDS[gradient.dtype], momentum, new_v, new_u
@@ -289,4 +289,4 @@ def _triton_takes(x: Tensor) -> bool:
 @cache
 def _constant(value: bool) -> Tensor:
     """Constant tensor: making one takes longer than checking a thousand values."""
-    return torch.tensor(value)
+    return torch.tensor(value, device="cpu")

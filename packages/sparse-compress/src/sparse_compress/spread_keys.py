@@ -49,7 +49,7 @@ def rising(keys: Tensor, least: int) -> Tensor:
     """
     if library := kernels(keys, INT32):
         room = len(keys) + SLACK
-        in_order, scratch = torch.empty(room, dtype=torch.int32), SCRATCH.of(4 * room)
+        in_order, scratch = torch.empty(room, dtype=torch.int32, device="cpu"), SCRATCH.of(4 * room)
         count = library.sc_sorted(keys.data_ptr(), len(keys), least, in_order.data_ptr(), scratch.data_ptr())
         return in_order[:count]
     in_order = torch.sort(keys).values
@@ -109,7 +109,7 @@ def counted(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Ten
     """
     m, (first, last) = len(in_order), span
     if library := kernels(in_order, INT32):
-        numbers = torch.empty(3 + last - first, dtype=torch.int32)
+        numbers = torch.empty(3 + last - first, dtype=torch.int32, device="cpu")
         library.sc_say(in_order.data_ptr(), m, low, high, first, last, numbers.data_ptr())
         return numbers
     ends = in_order.new_tensor([low, high])

@@ -152,7 +152,7 @@ def split(sparse: SparseVector, bounds: Sequence[tuple[int, int]]) -> list[Spars
         sparse: Vector.
         bounds: [low, high) of every block of the index range, in order and without gaps.
     """
-    edges = torch.tensor([low for low, _ in bounds] + [bounds[-1][1]], dtype=torch.int32)
+    edges = torch.tensor([low for low, _ in bounds] + [bounds[-1][1]], dtype=torch.int32, device="cpu")
     if sparse.is_cpu:
         places = np.searchsorted(sparse.indices.numpy(), edges.numpy()).tolist()
     else:

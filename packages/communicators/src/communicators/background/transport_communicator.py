@@ -209,6 +209,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
     def interrupted(self, error: BaseException) -> None:
         """Ends the call on all ranks after an interrupt of its waiting rank: later calls would be out of step."""
         self.abandon()
+        self.call.close()
         self.control.told = True  # by the interrupt itself
         self.control.request_abort(errors.failed(self.control.rank, self.call.facts, error))
 

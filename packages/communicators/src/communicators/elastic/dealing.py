@@ -75,11 +75,11 @@ class Deal:
     def remaining(self) -> Tensor:
         """Samples of the epoch that were not dealt before this generation, in their order."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        remaining = torch.randperm(self.numel, generator=generator)
+        remaining = torch.randperm(self.numel, generator=generator, device="cpu")
         for epoch, ranks, drawn, back in self.past:
             if epoch == self.epoch:
                 keeps = ~_taken(len(remaining), max(self.batch_size, ranks), ranks, drawn) if ranks else slice(0)
-                remaining = torch.cat([remaining[keeps], torch.tensor(back, dtype=torch.int64)])
+                remaining = torch.cat([remaining[keeps], torch.tensor(back, dtype=torch.int64, device="cpu")])
         return remaining
 
     @property
@@ -170,7 +170,7 @@ def _span(numel: int, size: int, ranks: int, rank: int, step: int) -> tuple[int,
 
 def _taken(numel: int, size: int, ranks: int, drawn: Sequence[int]) -> Tensor:
     """Which of so many samples ranks have drawn, as bool."""
-    taken, common = torch.zeros(numel, dtype=torch.bool), min(drawn)
+    taken, common = torch.zeros(numel, dtype=torch.bool, device="cpu"), min(drawn)
     if common:
         taken[: _span(numel, size, ranks, ranks - 1, common - 1)[1]] = True
     for rank, count in enumerate(drawn):

@@ -146,7 +146,7 @@ class Elastic(Membership):
             LeftOutError: On who lacks most others, of several the last.
             CollectiveError: On the others, so that they go on without it.
         """
-        own = torch.tensor([name in gone for name in self.members])
+        own = torch.tensor([name in gone for name in self.members], device="cpu")
         views = run(allgather(own, self.rank, self.size), self, facts="who has gone on without whom")
         unreached = [[name for name, lost in zip(self.members, view, strict=True) if lost] for view in views]
         name, going_on = self.members[self.rank], connected(dict(zip(self.members, unreached, strict=True)))

@@ -376,7 +376,7 @@ class Membership(Communicator):
         word = self._dealer.drawn
         if not opens:  # or the group would change before they could answer
             word |= (LEAVES if self.leaving else 0) | (WAITING if self.rank == 0 and self._newcomers() else 0)
-        own = torch.tensor([word]).view(torch.uint8)
+        own = torch.tensor([word], device="cpu").view(torch.uint8)
         blocks = allgather_blocks(own, [own.numel()] * self.size, self.rank, self.size)
         said = run(blocks, self, facts="first commit" if opens else f"commit{self._dealer.facts}")
         self._words = [int(block.clone().view(torch.int64)) for block in said]

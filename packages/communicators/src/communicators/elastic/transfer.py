@@ -16,7 +16,7 @@ CHUNK_BYTES = 1 << 24
 
 def give(packed: Tensor) -> Schedule[int]:
     """Gives packed bytes to the newcomer, rank 1 of two; returns how many they are."""
-    yield Round({1: Payload.of(torch.tensor([packed.numel()]))})
+    yield Round({1: Payload.of(torch.tensor([packed.numel()], device="cpu"))})
     for begin in range(0, packed.numel(), CHUNK_BYTES):
         yield Round({1: Payload.of(packed[begin : begin + CHUNK_BYTES])})
     return packed.numel()

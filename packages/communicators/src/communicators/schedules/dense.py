@@ -128,7 +128,7 @@ def barrier(rank: int, size: int) -> Schedule[None]:
 
 def allgather(x: Tensor, rank: int, size: int) -> Schedule[list[Tensor]]:
     """Every rank's tensor, in rank order; numels may differ. One Bruck gather of the sizes, one of the elements."""
-    mine = torch.tensor([x.numel() * x.dtype.itemsize]).view(torch.uint8)
+    mine = torch.tensor([x.numel() * x.dtype.itemsize], device="cpu").view(torch.uint8)
     sizes = yield from allgather_blocks(mine.to(x.device), [mine.numel()] * size, rank, size)
     nbytes = [int(block.clone().view(torch.int64)) for block in sizes]
     for source, size_of_one in enumerate(nbytes):

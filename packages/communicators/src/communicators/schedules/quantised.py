@@ -139,7 +139,7 @@ def unpacked(bytes_: Tensor, numel: int, bits: int = 8, out: Tensor | None = Non
     most = 2.0 ** _most_exponent(bits)
     scale = scales.clone().view(torch.bfloat16).float().clamp(-most, most)
     steps = _in_blocks(_steps(coded, numel, bits))
-    found = torch.empty(steps.shape, device=steps.device) if out is None else out[: steps.numel()].view(steps.shape)
+    found = scale.new_empty(steps.shape) if out is None else out[: steps.numel()].view(steps.shape)
     for parts in zip(*map(_pieces, (steps, scale[:, None], found)), strict=True):
         torch.mul(parts[0], parts[1], out=parts[2])
     return found.view(-1)[:numel]

@@ -205,7 +205,7 @@ class SimulatedCommunicator(Communicator):
 
     def split(self, color: int) -> SimulatedCommunicator:
         """A communicator of the ranks that give the same color, in their order, as MPI's Split. Collective."""
-        schedule = allgather(torch.tensor([color]), self.rank, self.size)
+        schedule = allgather(torch.tensor([color], device="cpu"), self.rank, self.size)
         colors = [int(given) for given in self.run(schedule, facts="split", timeout=self.timeout)]
         members = [place for place, given in zip(self.places, colors, strict=True) if given == color]
         return self._inner((sorted(set(colors)).index(color),), members)

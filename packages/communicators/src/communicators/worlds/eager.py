@@ -41,7 +41,7 @@ class EagerMessages:
         nbytes = memory.numel()
         if nbytes > ROOM_BYTES and not bounded:
             return [self._data.post("send", memory, peer, tag, spread=True)]
-        framed = torch.empty(_HEAD.size + min(nbytes, ROOM_BYTES), dtype=torch.uint8)
+        framed = _bytes(_HEAD.size + min(nbytes, ROOM_BYTES))
         body = framed.numpy()  # copied by NumPy: torch would start threads of OpenMP for each of ours
         body[: _HEAD.size] = bytearray(_HEAD.pack(call << 32 | tag, nbytes))
         body[_HEAD.size :] = memory.numpy()[:ROOM_BYTES]
@@ -113,7 +113,7 @@ class _Inbox:
         wanted = ROOMS if self._asked else ROOMS - len(self._early)
         try:
             while len(self._posted) < wanted and self._failure is None:
-                room = self._free.pop() if self._free else torch.empty(_HEAD.size + ROOM_BYTES, dtype=torch.uint8)
+                room = self._free.pop() if self._free else _bytes(_HEAD.size + ROOM_BYTES)
                 self._posted.append((room, self._data.work("recv", room, self._peer, EAGER_TAG)))
         except RuntimeError as error:
             self._failure = error.with_traceback(None)
@@ -162,3 +162,7 @@ class _Inbox:
             arrival.wait = Wait(None, done=True)
         if len(self._free) < ROOMS:
             self._free.append(room)
+
+
+def _bytes(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

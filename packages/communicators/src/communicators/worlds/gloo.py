@@ -221,7 +221,7 @@ class Mailbox(SignalLine):
         """Leaves what is in flight to the group's end, which closes connections."""
 
     def _post(self, peer: int) -> tuple[Tensor, Wait]:
-        room = torch.zeros(LENGTH_BYTES + self._nbytes, dtype=torch.uint8)
+        room = torch.zeros(LENGTH_BYTES + self._nbytes, dtype=torch.uint8, device="cpu")
         return room, self._data.post("recv", room, peer, self._tag)
 
 

@@ -165,7 +165,7 @@ class GlooGroup:
         made, self._made = self._made, []
         for by, peer in itertools.product(made, self.others):
             with suppress(RuntimeError):  # for each of them, as one whose peer is gone closes no other
-                by.recv([torch.empty(1, dtype=torch.uint8)], peer, END_TAG).wait(GIVE_UP)
+                by.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, END_TAG).wait(GIVE_UP)
         self.waiters.close(timeout)
 
 

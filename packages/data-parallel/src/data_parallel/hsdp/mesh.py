@@ -36,11 +36,11 @@ def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communi
         between = between.get_group()
     comm = as_communicator(between)
     inside = as_communicator(shards[0].group.mesh_info.shard_process_group)
-    own = torch.tensor([dist.get_rank(), inside.rank, inside.size])
+    own = torch.tensor([dist.get_rank(), inside.rank, inside.size], device="cpu")
     places = [place.tolist() for place in allgather(own, comm)]
     if wrong := _first_said(_complaint(shards, places), inside):
         raise ValueError(f"{wrong}; {EXPECTED}")
-    here = [int(rank) for rank in allgather(torch.tensor([comm.rank]), inside)]
+    here = [int(rank) for rank in allgather(torch.tensor([comm.rank], device="cpu"), inside)]
     if len(set(here)) > 1:
         raise ValueError(
             f"the ranks {_ranks(shards[0])} of one node are number {here} of those between nodes, expected the same "
@@ -54,7 +54,7 @@ def agreed(error: CollectiveError | None, finite: bool, inside: Communicator) ->
 
     The first error, and whether all results are finite. One message of a byte, more only after an error.
     """
-    flags = torch.tensor([2 * (error is not None) + (not finite)], dtype=torch.uint8)
+    flags = torch.tensor([2 * (error is not None) + (not finite)], dtype=torch.uint8, device="cpu")
     gather = schedules.allgather_blocks(flags, [1] * inside.size, inside.rank, inside.size)
     found = [int(flag) for flag in run(gather, inside, facts="how a backward went")]
     if not any(flag & 2 for flag in found):
@@ -83,6 +83,6 @@ def _ranks(shard: Shard) -> list[int]:
 
 def _first_said(own: str, inside: Communicator) -> str:
     """Text of the first rank that has any, on all ranks; "" if none has."""
-    said = torch.tensor(list(own.encode(errors="replace")), dtype=torch.uint8)
+    said = torch.tensor(list(own.encode(errors="replace")), dtype=torch.uint8, device="cpu")
     words = (bytes(each.tolist()).decode() for each in allgather(said, inside))
     return next((word for word in words if word), "")

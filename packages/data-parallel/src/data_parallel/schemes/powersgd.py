@@ -94,7 +94,7 @@ class _PowerSGDScheme(CompressedScheme):
         saved = state.get("directions", ())  # absent from another algorithm's state
         check_like({"stood": 0, **state}, {"stood": 0}, self.name)
         dtypes = {"float32": torch.float32, "float64": torch.float64}
-        loaded = {member: torch.tensor(q, dtype=dtypes[dtype]) for member, dtype, q in saved}
+        loaded = {member: torch.tensor(q, dtype=dtypes[dtype], device="cpu") for member, dtype, q in saved}
         if wrong := sorted({q.shape[1] for q in loaded.values()} - {self.rank}):
             raise ValueError(f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self.rank}")
         self.directions, self.stood = loaded, state.get("stood", 0)
@@ -112,7 +112,7 @@ class _PowerSGDLane(CompressedLane):
         for i in matrices_of(bucket.shapes, scheme.rank):
             member, (_, length) = bucket.members[i], rows_and_columns(bucket.shapes[i])
             generator = torch.Generator().manual_seed(member)
-            [start] = orthonormal([torch.randn(length, scheme.rank, generator=generator)])
+            [start] = orthonormal([torch.randn(length, scheme.rank, generator=generator, device="cpu")])
             known = scheme.directions.get(member, start)
             if len(known) != length:
                 raise ValueError(f"parameter {member}: directions of {len(known)} elements were loaded, not {length}")

@@ -226,7 +226,7 @@ def side(length: int, chunk: int) -> int:
 @cache
 def cosines(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Orthonormal matrix of the cosine transform (DCT-II): a row for each frequency."""
-    places = torch.arange(side, dtype=torch.float64)
+    places = torch.arange(side, dtype=torch.float64, device="cpu")
     found = torch.cos(math.pi / side * torch.outer(places, places + 0.5)) * math.sqrt(2 / side)
     found[0] /= math.sqrt(2)
     return found.to(device, dtype)

@@ -107,7 +107,7 @@ def _decode(encoded: Tensor, span: Span, like: SparseVector, wire: Wire, rank: i
 
 def _gather(block: Tensor, most: Sequence[int], rank: int, size: int) -> Schedule[list[Tensor]]:
     """All ranks' blocks, in rank order; their sizes go first. most: bytes that each can have, known beforehand."""
-    own = torch.tensor([block.numel()]).view(torch.uint8).to(block.device)
+    own = torch.tensor([block.numel()], device="cpu").view(torch.uint8).to(block.device)
     sizes = yield from schedules.allgather_blocks(own, [own.numel()] * size, rank, size)
     nbytes: list[int] = torch.cat(sizes).view(torch.int64).tolist()
     for source, (said, limit) in enumerate(zip(nbytes, most, strict=True)):

@@ -47,7 +47,7 @@ def measure_handling(
     size: for how many ranks algorithms select, where that is not the communicator's. wires: on which they merge.
     """
     compressor, size = TopK(density), size or comm.size
-    gradient = torch.randn(min(numel, MOST_ELEMENTS), device=device)
+    gradient = torch.randn(min(numel, MOST_ELEMENTS), dtype=torch.float32, device=device)
     k = compressor.entries(gradient.numel())
 
     def compressing(select: Callable[[Tensor], SparseVector] | None) -> float:
@@ -176,7 +176,7 @@ def _round_seconds(comm: Communicator, nbytes: int) -> float:
     distances = list(schedules.powers_of_two(below=comm.size)) * (1 if nbytes else SHORT_ROUNDS)
 
     def shifts() -> Schedule[None]:
-        payload = Payload.of(torch.zeros(nbytes, dtype=torch.uint8))
+        payload = Payload.of(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
         for distance in distances:
             to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
             yield Round({to: payload}, {source: payload.nbytes})

@@ -24,7 +24,7 @@ def pack(indices: Tensor, numel: int) -> Tensor:
     """Packs ``indices``, int32, (k,), strictly increasing, as uint8, (nbytes(numel, k),); nothing is read back."""
     low, high = _bits(numel, len(indices))
     if library := kernels(indices, (torch.int32,)):
-        packed = torch.empty(nbytes(numel, len(indices)), dtype=torch.uint8)
+        packed = torch.empty(nbytes(numel, len(indices)), dtype=torch.uint8, device="cpu")
         library.sc_pack_indices(indices.data_ptr(), len(indices), low, high, packed.data_ptr())
         return packed
     planes = indices.bitwise_right_shift(_column(low, indices.device)).bitwise_and_(1).to(torch.uint8)

@@ -32,7 +32,7 @@ class Floats(NamedTuple):
         if self.dtype == torch.float32:
             return x.contiguous().view(torch.uint8)
         if self.dtype == torch.bfloat16 and (library := kernels(x)):
-            packed = torch.empty(2 * len(x), dtype=torch.uint8)
+            packed = torch.empty(2 * len(x), dtype=torch.uint8, device="cpu")
             library.sc_to_bf16(x.data_ptr(), len(x), packed.data_ptr())
             return packed
         most = torch.finfo(self.dtype).max
@@ -63,7 +63,7 @@ class Int8(NamedTuple):
 
     def pack(self, x: Tensor) -> Tensor:
         if library := kernels(x):
-            packed = torch.zeros(self.nbytes(len(x)), dtype=torch.uint8)
+            packed = torch.zeros(self.nbytes(len(x)), dtype=torch.uint8, device="cpu")
             power = library.sc_to_int8(x.data_ptr(), len(x), packed.data_ptr() + SCALE_BYTES)
             packed[:4].view(torch.int32)[0] = power
             return packed

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparse_compress.arguments import element_count, integer
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
-from sparse_compress.vector import CODES, DTYPES, FREE_BYTES, HEADER_BYTES, WORDS, SparseVector, check_entries
+from sparse_compress.vector import CODES, FREE_BYTES, HEADER_BYTES, WORDS, SparseVector, check_entries
 
 
 class WireCodec:
@@ -22,7 +22,7 @@ class WireCodec:
     The sender computes with ``rounded`` too, so that both sides hold the same bits.
 
     Sizes follow from numel and the number of entries, packed indices' too (``elias_fano``), so a receiver needs no
-    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``vector``.
+    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``vector``, whose code names the codec too.
     Nothing is read back from a GPU.
 
     Args:
@@ -38,6 +38,7 @@ class WireCodec:
             known = f"values of {list(VALUES)} and indices 'raw' or 'packed'"
             raise ValueError(f"values={values!r}, indices={indices!r} given, expected {known}")
         self.values, self.indices = values, indices
+        self._code = CODES[torch.float32] | list(VALUES).index(values) << 8 | (indices == "packed") << 16
 
     def nbytes(self, entries: int, numel: int) -> int:
         """Bytes of a message, header included, a multiple of 4.
@@ -75,7 +76,9 @@ class WireCodec:
         if self.indices == "packed":
             indices = elias_fano.pack(vector.indices, vector.numel)
         zeros, header = values.new_zeros(FREE_BYTES), vector.pack()[FREE_BYTES:HEADER_BYTES]
-        return torch.cat([zeros, header, values, zeros[: -len(values) % 4], indices, zeros[: -len(indices) % 4]])
+        message = torch.cat([zeros, header, values, zeros[: -len(values) % 4], indices, zeros[: -len(indices) % 4]])
+        message[HEADER_BYTES - 8 : HEADER_BYTES].view(torch.int64).fill_(len(vector) | self._code << 32)
+        return message
 
     def decode(self, message: Tensor, numel: int, entries: int | None = None) -> SparseVector:
         """Decodes the vector of a message, in memory of its own.
@@ -87,8 +90,9 @@ class WireCodec:
 
         Raises:
             TypeError: The message is no uint8 tensor.
-            ValueError: The length does not fit, or on a CPU the header does not, or the indices do not increase
-                strictly within numel. On a GPU they are trusted, because reading them would wait for it.
+            ValueError: The length does not fit, or on a CPU the header does not, such as that of another codec, or the
+                indices do not increase strictly within numel. On a GPU they are trusted, because reading them would
+                wait for it.
         """
         return self.decode_block(message[FREE_BYTES:], numel, entries)
 
@@ -127,7 +131,7 @@ class WireCodec:
         block, numel, header = aligned(block), element_count(numel), HEADER_BYTES - FREE_BYTES
         if block.numel() < header:
             raise ValueError(f"{FREE_BYTES + block.numel()} bytes given, but the header alone takes {HEADER_BYTES}")
-        entries = _entries(block[:header], numel, entries)
+        entries = self._entries(block[:header], numel, entries)
         indices_at, total = self._sizes(entries, numel)
         if block.numel() != header + total:
             nbytes = FREE_BYTES + block.numel()
@@ -150,6 +154,21 @@ class WireCodec:
         indices = elias_fano.nbytes(numel, entries) if self.indices == "packed" else 4 * entries
         return indices_at, indices_at + indices + -indices % 4
 
+    def _entries(self, header: Tensor, numel: int, expected: int | None) -> int:
+        """Number of entries, which a header names; on a GPU the expected one, because reading would wait for it."""
+        said, entries, code = numel, expected, self._code
+        if expected is None or header.is_cpu:
+            said, word = WORDS.unpack(header.cpu().numpy().data)
+            entries, code = word & 0xFFFFFFFF, word >> 32
+        count = integer(entries if expected is None else expected, "entries", expected="their number")
+        if count > numel:
+            raise ValueError(f"{count} entries of {numel} elements, expected 0 … {numel}")
+        if (said, entries) != (numel, count):
+            raise ValueError(f"the message holds {entries} entries of {said} elements, expected {count} of {numel}")
+        if code != self._code:
+            raise ValueError(f"a message of another codec than {self}, or damaged: code {code:#x}, not {self._code:#x}")
+        return count
+
     def __repr__(self) -> str:
         return f"WireCodec(values={self.values!r}, indices={self.indices!r})"
 
@@ -163,22 +182,6 @@ def index_entropy(entries: int, numel: int) -> float:
     """
     nats = lgamma(numel + 1) - lgamma(entries + 1) - lgamma(numel - entries + 1)
     return nats / log(2) / 8 / entries
-
-
-def _entries(header: Tensor, numel: int, expected: int | None) -> int:
-    """Number of entries, which a header names; on a GPU the expected one, because reading would wait for it."""
-    said, entries, code = numel, expected, CODES[torch.float32]
-    if expected is None or header.is_cpu:
-        said, word = WORDS.unpack(header.cpu().numpy().data)
-        entries, code = word & 0xFFFFFFFF, word >> 32
-    count = integer(entries if expected is None else expected, "entries", expected="their number")
-    if count > numel:
-        raise ValueError(f"{count} entries of {numel} elements, expected 0 … {numel}")
-    if (said, entries) != (numel, count):
-        raise ValueError(f"the message holds {entries} entries of {said} elements, expected {count} of {numel}")
-    if code != CODES[torch.float32]:
-        raise ValueError(f"corrupted header: {DTYPES.get(code, code)} values, expected torch.float32")
-    return count
 
 
 def _float32(vector: SparseVector) -> Tensor:

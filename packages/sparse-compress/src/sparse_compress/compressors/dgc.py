@@ -72,7 +72,8 @@ def clip_locally(gradients: Iterable[Tensor | None], max_norm: float, ranks: int
     max_norm = positive(max_norm, "max_norm", expected="the norm of the sum over ranks")
     ranks = integer(ranks, "ranks", least=1, expected="the number of ranks")
     present = [gradient for gradient in gradients if gradient is not None]
-    norm = torch.nn.utils.get_total_norm(present)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in present]
+    norm = torch.nn.utils.get_total_norm(norms)  # in float64, because an overflow would make all of them zero
     scale = (max_norm * ranks**-0.5 / (norm + 1e-6)).clamp(max=1.0)
     for gradient in present:
         gradient.mul_(scale.to(gradient.device))

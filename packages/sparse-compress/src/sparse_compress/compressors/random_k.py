@@ -66,7 +66,7 @@ class RandomK(Density):
         """
         generator = torch.Generator().manual_seed(crc32(f"{self.seed} {call} {name}".encode()))
         bounds = _strata(numel, self.entries(numel))
-        chosen = torch.rand(len(bounds) - 1, dtype=torch.float64, generator=generator) * bounds.diff()
+        chosen = torch.rand(len(bounds) - 1, dtype=torch.float64, generator=generator, device="cpu") * bounds.diff()
         return bounds[:-1] + chosen.long()
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,4 +81,4 @@ class RandomK(Density):
 
 def _strata(numel: int, k: int) -> Tensor:
     """Bounds of the strata, ⌊j·numel/k⌋, int64, (k + 1,)."""
-    return torch.arange(k + 1) * numel // max(k, 1)
+    return torch.arange(k + 1, device="cpu") * numel // max(k, 1)

@@ -101,5 +101,5 @@ def select_at_least(x: Tensor, threshold: float, k: int) -> SparseVector:
 
 def threshold_key(threshold: float, dtype: torch.dtype) -> int:
     """Key of the least magnitude of ``dtype`` that is not below ``threshold``."""
-    rounded = torch.tensor(threshold, dtype=dtype)
+    rounded = torch.tensor(threshold, dtype=dtype, device="cpu")
     return int(magnitude_keys(rounded)) + (float(rounded) < threshold)

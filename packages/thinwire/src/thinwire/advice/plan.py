@@ -134,8 +134,8 @@ class Plan:
             comm: See `communicators.as_communicator`.
             scheduler: Of the optimizer, for eager SGD, which steps it itself: then the loop must not.
 
-        All ranks do what rank 0's plan says. Make other learning-rate schedulers, and load checkpoints, afterwards. In DDP
-        the residuals are in no checkpoint: to save them, write the line that the plan prints, in which `state` is
+        All ranks do what rank 0's plan says. Make other learning-rate schedulers, and load checkpoints, afterwards. In
+        DDP the residuals are in no checkpoint: to save them, write the line that the plan prints, in which `state` is
         what has them, or of torch's hooks the first argument.
 
         Raises:
@@ -198,7 +198,8 @@ class Plan:
             )
         if way.quorum and scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise ValueError(
-                f"{way.name} steps the learning-rate scheduler itself: give it, apply(…, scheduler=…), and do not step it"
+                f"{way.name} steps the learning-rate scheduler itself: give it as apply(…, scheduler=…), and do not "
+                "step it"
             )
         more = {"scheduler": scheduler} if way.quorum else {}
         made = way.make(optimizer, model, comm, steps=total, every=way.every, **more)

@@ -253,8 +253,9 @@ def _eager(quorum: Literal["solo", "majority"]) -> Way:
 
     code = f'EagerSGD(OPTIMIZER, model.named_parameters(), quorum="{quorum}")'
     note = (
-        "Give a learning-rate scheduler as its scheduler=, or to apply(), and do not step it. Call optimizer.synchronize() before an evaluation, a "
-        "checkpoint or any other collective, and optimizer.finish() at the end."
+        "Give a learning-rate scheduler as its scheduler=, or to apply(), and do not step it. Call "
+        "optimizer.synchronize() before an evaluation, a checkpoint or any other collective, and optimizer.finish() at "
+        "the end."
     )
     return Way(f"eager-{quorum}", _partial_round_sent, make, code, note=note, quorum=quorum)
 
