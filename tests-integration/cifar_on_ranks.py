@@ -1,6 +1,6 @@
 """Runs of the cifar app under mpiexec, several inside one launch; rank 0 writes what came of each.
 
-usage: mpiexec -n 4 python cifar_on_ranks.py killed FOLDER STEP RANK | rest FOLDER
+usage: mpiexec -n 4 python cifar_on_ranks.py killed FOLDER STEP RANK | resumed FOLDER | refused FOLDER
 """
 
 from __future__ import annotations
@@ -46,19 +46,17 @@ def killed(folder, step, rank):
     main(APP, [*TRAIN.split(), "--output", f"{folder}/broken", "--checkpoint-every", f"{EVERY}", *again])
 
 
-def rest(folder):
-    """All that is not killed: what was is resumed, then everything that a user can get wrong, and at last a fault."""
+def resumed(folder):
+    """What was killed, to its end."""
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         flags = [*TRAIN.split(), "--output", f"{folder}/broken", "--checkpoint-every", "5", "--resume"]
         assert main(APP, flags) == 0
     if RANK == 0:
         (folder / "resumed.txt").write_text(shown.getvalue())
-    refused(folder)
-    fault(folder)
 
 
 def refused(folder):
-    """Each case is (flags of this rank, app)."""
+    """Everything that a user can get wrong, each attempt with flags of this rank and an app, and at last a fault."""
     short = folder / "short" / "cifar-10-batches-bin"
     if RANK == 0:
         short.mkdir(parents=True)
@@ -92,6 +90,7 @@ def refused(folder):
     }
     if RANK == 0:
         (folder / "report.json").write_text(json.dumps(report))
+    fault(folder)
 
 
 def attempt(flags, app=APP):
@@ -134,4 +133,4 @@ def fault(folder):
 
 
 if __name__ == "__main__":
-    {"killed": killed, "rest": rest}[sys.argv[1]](Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    {"killed": killed, "resumed": resumed, "refused": refused}[sys.argv[1]](Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -46,31 +46,21 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="module")
-def kills():
-    """Of a run of 24 steps with a checkpoint every three: in which one which rank is killed."""
+@pytest.mark.few(0)
+def test_killed_three_times_in_mid_write_and_resumed_a_run_ends_in_the_same_bits(mpiexec, folder):
     chance = random.Random(0)
-    return [(step, chance.randrange(4)) for step in sorted(chance.sample(range(6, 24, 3), 3))]
-
-
-@pytest.fixture(scope="module")
-def rest(mpiexec, folder, kills):
-    """A launch takes seconds to start, so one does all that can be done in one."""
-    for step, rank in kills:
+    kills = [(step, chance.randrange(4)) for step in sorted(chance.sample(range(6, 24, 3), 3))]
+    for step, rank in kills:  # of a run of 24 steps with a checkpoint every three
         killed = mpiexec(4, SCRIPT, "killed", folder, step, rank)
         assert killed.returncode != 0
         assert (folder / "straight" / "model.pt").exists(), killed.stderr
         complete = sorted(path.parent.name for path in folder.glob("broken/checkpoints/*/manifest.json"))
         assert complete[-1] == f"{step - 3:08d}", killed.stderr
         assert (folder / "broken" / "checkpoints" / f"{step:08d}" / f"rank{rank}.pt").exists()
-    return mpiexec(4, SCRIPT, "rest", folder)
-
-
-@pytest.mark.few(0)
-def test_killed_three_times_in_mid_write_and_resumed_a_run_ends_in_the_same_bits(rest, folder, kills):
-    straight, broken = folder / "straight", folder / "broken"
-    assert (folder / "resumed.txt").exists(), rest.stderr
+    resumed = mpiexec(4, SCRIPT, "resumed", folder)
+    assert resumed.returncode == 0, resumed.stderr
     assert f"at step {kills[-1][0] - 3}\n" in (folder / "resumed.txt").read_text()
+    straight, broken = folder / "straight", folder / "broken"
     assert without_seconds(broken) == without_seconds(straight)
     assert [row["epoch"] for row in without_seconds(broken)] == [1, 2]
     assert_same_bits(torch.load(broken / "model.pt"), torch.load(straight / "model.pt"))
@@ -96,8 +86,14 @@ REFUSALS = {
 
 
 @pytest.fixture(scope="module")
-def report(rest, folder):
-    assert (folder / "report.json").exists(), rest.stderr
+def refused(mpiexec, folder):
+    """A launch takes seconds to start, so one does all that can be done in one."""
+    return mpiexec(4, SCRIPT, "refused", folder)
+
+
+@pytest.fixture(scope="module")
+def report(refused, folder):
+    assert (folder / "report.json").exists(), refused.stderr
     return json.loads((folder / "report.json").read_text())
 
 
@@ -116,9 +112,9 @@ def test_between_the_refusals_it_trains(report, case):
     assert report[case] == [[0, ""]] * 4
 
 
-def test_a_fault_on_one_rank_ends_the_job_with_its_traceback(rest):
-    assert rest.returncode != 0
-    assert rest.stderr.count("ZeroDivisionError: ours") == 1
+def test_a_fault_on_one_rank_ends_the_job_with_its_traceback(refused):
+    assert refused.returncode != 0
+    assert refused.stderr.count("ZeroDivisionError: ours") == 1
 
 
 @pytest.fixture(scope="module")

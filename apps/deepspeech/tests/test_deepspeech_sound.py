@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import scipy.signal
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,10 +24,12 @@ from thinwire_deepspeech.sound import (
 
 @given(st.integers(SHORTEST, 3000), st.integers(0, 100))
 def test_spectrogram_is_scipys(samples, seed):
+    from scipy import signal  # a second, of whoever collects tests
+
     sound = np.random.default_rng(seed).uniform(-1, 1, samples).astype(np.float32)
-    window = scipy.signal.windows.hamming(WINDOW)
+    window = signal.windows.hamming(WINDOW)
     mirrored = np.pad(sound, WINDOW // 2, mode="reflect")
-    _, _, spectrum = scipy.signal.stft(
+    _, _, spectrum = signal.stft(
         mirrored, RATE, window, WINDOW, WINDOW - HOP, boundary=None, padded=False, scaling="spectrum"
     )
     expected = np.log1p(np.abs(spectrum) * window.sum())
@@ -75,11 +76,13 @@ def test_spec_augment_does_blot_out():
 
 @pytest.mark.parametrize(("old", "samples"), [(22_050, 4_410), (8_000, 800), (16_000, 777)])
 def test_resampled_is_scipys(old, samples):
+    from scipy import signal
+
     spectrum = np.fft.rfft(np.random.default_rng(0).uniform(-1, 1, samples))
     spectrum[int(0.3 * samples) :] = 0  # SciPy keeps what is at the highest frequency that both rates have
     sound = np.fft.irfft(spectrum, samples).astype(np.float32)
     found = resample(torch.from_numpy(sound), old, RATE)
-    np.testing.assert_allclose(found, scipy.signal.resample(sound, samples * RATE // old), atol=1e-5)
+    np.testing.assert_allclose(found, signal.resample(sound, samples * RATE // old), atol=1e-5)
 
 
 def test_resampled_lasts_as_long():

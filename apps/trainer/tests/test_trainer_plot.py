@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 from resumed_runs import train
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
@@ -15,20 +14,25 @@ from thinwire_trainer.plot import curves_of, main, named, plot_runs, rows_of
 from thinwire_trainer.records.metrics import read_metrics
 
 
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All that are saved."""
+    from matplotlib.figure import Figure  # half a second, of whoever collects tests
+
+    saved, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *to, **how: saved.append(self) or save(self, *to, **how))
+    return saved
+
+
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_runs_are_compared_by_epochs_bytes_and_seconds(
     app: App,
     options: Callable[..., Options],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    figures: list[Any],
     capsys: pytest.CaptureFixture[str],
     kind: str,
 ) -> None:
-    figures: list[Figure] = []
-    real = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *given, **named: figures.append(self) or real(self, *given, **named)
-    )
     for algorithm in ("dense", "gtopk"):
         train(app, options(algorithm=algorithm, output=tmp_path / algorithm), 2)
     picture = tmp_path / f"both.{kind}"
@@ -64,10 +68,7 @@ def test_a_metric_that_only_some_have_and_a_loss_that_is_not_finite_are_gaps(tmp
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_run_that_sent_nothing_has_no_curve_against_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Figure] = []
-    real = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *given, **of: figures.append(self) or real(self, *given, **of))
+def test_a_run_that_sent_nothing_has_no_curve_against_bytes(tmp_path: Path, figures: list[Any]) -> None:
     row = {"epoch": 1, "train_loss": 2.0, "seconds": 1.0, "bytes_sent": 0}
     runs = {"two": [row | {"bytes_sent": 1 << 20}] * 2, "alone": [row | {"test_accuracy": 0.5}] * 2}
     plot_runs(runs, tmp_path / "a.png", curves=curves_of(runs))
@@ -75,13 +76,10 @@ def test_a_run_that_sent_nothing_has_no_curve_against_bytes(tmp_path: Path, monk
     assert drawn == {"alone": 2 * [pytest.approx(math.nan, nan_ok=True)], "two": [1.0, 2.0]}
 
 
-def drawn(runs: dict[str, list[dict[str, Any]]], path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+def drawn(runs: dict[str, list[dict[str, Any]]], path: Path, figures: list[Any]) -> Any:
     """The figure of these runs."""
-    figures: list[Figure] = []
-    real = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *given, **of: figures.append(self) or real(self, *given, **of))
     plot_runs(runs, path, curves=curves_of(runs))
-    return figures[0]
+    return figures[-1]
 
 
 EPOCH = {"epoch": 1, "train_loss": 2.0, "seconds": 1.0, "bytes_sent": 1 << 20}
@@ -89,10 +87,10 @@ EPOCH = {"epoch": 1, "train_loss": 2.0, "seconds": 1.0, "bytes_sent": 1 << 20}
 
 @pytest.mark.filterwarnings("error")
 def test_the_legend_has_every_name_as_it_is_and_leaves_the_panels_their_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, figures: list[Any]
 ) -> None:
     names = ["_first", "lr=$0.1$", "momentum_$x", "every setting of a run, " * 9]
-    figure = drawn({name: [EPOCH, EPOCH | {"epoch": 2}] for name in names}, tmp_path / "a.png", monkeypatch)
+    figure = drawn({name: [EPOCH, EPOCH | {"epoch": 2}] for name in names}, tmp_path / "a.png", figures)
     (legend,) = figure.legends
     assert [text.get_text().replace("\n", " ") for text in legend.get_texts()] == [*names[:3], names[3].strip()]
     assert not any(text.get_parse_math() for text in legend.get_texts())
@@ -102,21 +100,21 @@ def test_the_legend_has_every_name_as_it_is_and_leaves_the_panels_their_room(
         assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
 
 
-def test_an_epoch_between_two_gaps_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_between_two_gaps_is_seen(tmp_path: Path, figures: list[Any]) -> None:
     rows = [EPOCH | {"epoch": number, "train_loss": None if number != 2 else 1.0} for number in (1, 2, 3)]
-    figure = drawn({"skipping": rows}, tmp_path / "a.png", monkeypatch)
+    figure = drawn({"skipping": rows}, tmp_path / "a.png", figures)
     assert all(line.get_marker() == "." for panel in figure.axes for line in panel.lines)
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 5])
-def test_epochs_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int) -> None:
+def test_epochs_are_whole_numbers(tmp_path: Path, figures: list[Any], epochs: int) -> None:
     rows = [EPOCH | {"epoch": epoch} for epoch in range(1, epochs + 1)]
-    figure = drawn({"run": rows}, tmp_path / "a.png", monkeypatch)
+    figure = drawn({"run": rows}, tmp_path / "a.png", figures)
     assert all(float(tick).is_integer() for tick in figure.axes[0].get_xticks())
 
 
-def test_many_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figure = drawn({f"run{number}": [EPOCH] for number in range(24)}, tmp_path / "a.png", monkeypatch)
+def test_many_runs_are_told_apart(tmp_path: Path, figures: list[Any]) -> None:
+    figure = drawn({f"run{number}": [EPOCH] for number in range(24)}, tmp_path / "a.png", figures)
     assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 24
 
 

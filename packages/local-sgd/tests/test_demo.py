@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from local_sgd import DeMo
 from local_sgd.algorithms.demo import CosineMean, in_blocks, side
 from local_sgd.parts import parts_of
-from scipy.fft import dctn, idctn
 
 pytestmark = pytest.mark.quick
 
@@ -49,6 +48,8 @@ def blocks_of(array, chunk):
 
 @given(st.sampled_from(SHAPES), st.sampled_from([1, 3, 64, 181]), st.sampled_from([torch.float32, torch.float64]))
 def test_the_basis_is_that_of_the_cosine_transform_and_leads_back(shape, chunk, dtype):
+    from scipy.fft import dctn  # half a second, of whoever collects tests
+
     part, mean = mean_of([shape], dtype=dtype, chunk=chunk)
     x = part.gather()
     coefficients = mean.in_basis(part, x)
@@ -137,6 +138,8 @@ def trained(comm, *, shapes=((70, 96), (130,), (5, 3, 2, 2)), steps=6, stop=None
 
 def as_published(shapes, ranks, steps, *, topk=32, chunk=64, decay=0.999, weight_decay=0.0):
     """The algorithm in NumPy and float64, values travelling in bfloat16; and where no sign was that of rounding."""
+    from scipy.fft import dctn, idctn
+
     model = [p.detach().double().numpy() for p in parameters(shapes)]
     momenta, sure = [[np.zeros_like(p) for p in model] for _ in range(ranks)], [np.full(p.shape, True) for p in model]
     for step in range(steps):

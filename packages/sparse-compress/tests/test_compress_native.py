@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -320,9 +321,16 @@ def words(**environment):
 
 
 def test_a_process_tells_what_it_uses(compiled):
-    assert words(**{SWITCH: "0"}).endswith(f"NumPy: {SWITCH}=0 is set")
     assert words(**{SWITCH: str(compiled)}).endswith(f": {compiled}")
-    assert "is neither 0, one of ['c', 'avx2', 'avx512'] nor a compiled file" in words(**{SWITCH: "fast"})
+
+
+def test_why_an_environment_has_no_kernels(monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+    assert library._found.__wrapped__() == (None, f"NumPy: {SWITCH}=0 is set")
+    monkeypatch.setenv(SWITCH, "fast")
+    wrong = f"NumPy: {SWITCH}='fast' is neither 0, one of ['c', 'avx2', 'avx512'] nor a compiled file"
+    with pytest.warns(RuntimeWarning, match=re.escape(wrong)):
+        assert library._found.__wrapped__() == (None, wrong)
 
 
 def test_the_compiled_file_names_no_library(compiled):

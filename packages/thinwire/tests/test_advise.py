@@ -110,7 +110,7 @@ def test_plot(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(
         figures.Figure, "savefig", lambda figure, *to, **how: drawn.append(figure) or save(figure, *to, **how)
     )
-    advice(capsys, "--link", "1gbit", "--plot", str(path))
+    advice(capsys, "--link", "1gbit", "--density", "0.01", "--plot", str(path))
     assert path.stat().st_size > 10_000
     for axis in drawn[0].axes:
         low, high = axis.get_ylim()

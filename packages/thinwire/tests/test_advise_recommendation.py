@@ -455,7 +455,7 @@ def test_a_model_s_layers_say_what_its_data_are(layers, data):
     assert data_of(torch.nn.Sequential(*layers)) == data
 
 
-def test_data_are_what_the_layers_or_the_user_say():
+def test_data_are_what_the_layers_or_the_user_say(costs_nothing):
     model, given = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)), {"steps_per_second": 10, "link": "1gbit", "ranks": 2}
     assert thinwire.advise(model, **given).situation.data == "images/convolutional"
     assert thinwire.advise(model, **given, data="text").situation.data == "text"

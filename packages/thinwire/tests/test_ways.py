@@ -448,10 +448,7 @@ def test_a_plan_is_for_so_many_ranks():
     SimulatedWorld(2).run(body)
 
 
-@pytest.mark.slow
-def test_the_slowest_ranks_steps_count_for_all(monkeypatch):
-    monkeypatch.setattr("thinwire.advice.measuring.measure_work", lambda shapes, device: {})
-
+def test_the_slowest_ranks_steps_count_for_all(costs_nothing):
     def body(comm):
         model = model_of()
         speed = 100 / (1 + comm.rank)
@@ -584,9 +581,8 @@ def test_hooks_ask_for_ddp(way):
 LEARNS = accuracy.Known(0, 0, ("a", "b"), 1, (3, 3))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("in_ddp", [False, True])
-def test_a_model_that_is_not_in_ddp_is_advised_no_hook_of_it(in_ddp, monkeypatch, one_process):
+def test_a_model_that_is_not_in_ddp_is_advised_no_hook_of_it(in_ddp, monkeypatch, costs_nothing, one_process):
     """And what is advised can be applied, to as large a model over gloo."""
     known = lambda optimizer, way, *_, sends, data: LEARNS if way in of else None  # noqa: E731
     monkeypatch.setattr("thinwire.advice.situation.known", known)
@@ -784,7 +780,7 @@ def test_what_fsdp_has_sharded_is_refused(older, one_process):
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
-def test_sparse_gradients_are_refused(kind):
+def test_sparse_gradients_are_refused(kind, costs_nothing):
     """Unless it is frozen, and so gives none."""
     model = torch.nn.Sequential(kind(9, 4, sparse=True), torch.nn.Linear(4, 4))
     refused(model, "0 gives sparse gradients, .* take sparse=False")

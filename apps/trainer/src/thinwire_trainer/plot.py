@@ -12,8 +12,6 @@ from itertools import accumulate
 from pathlib import Path
 from textwrap import fill
 
-from matplotlib.figure import Figure
-
 from thinwire_trainer.errors import START_AGAIN, RunError, told
 from thinwire_trainer.launching.workers import WRONG_USAGE
 from thinwire_trainer.records.metrics import Row, read_metrics
@@ -35,6 +33,8 @@ def plot_runs(runs: Mapping[str, Sequence[Row]], path: Path, *, curves: Mapping[
     are those of the busiest rank, on a logarithmic axis, because they differ by orders of magnitude; a run that sent
     none has no curve there.
     """
+    from matplotlib.figure import Figure  # half a second, which ranks that plot nothing are spared
+
     columns = max(1, WIDTH // (max(map(len, runs)) + 6))  # of the legend
     figure = Figure(figsize=(13, 3.2 * len(curves) + 0.2 * -(-len(runs) // columns)), layout="constrained")
     panels = figure.subplots(len(curves), 3, squeeze=False, sharey="row")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from communicators import Link, Paths
@@ -101,7 +101,7 @@ class Situation:
         ring, trees = max(1, torch_sum(0, self.ranks).rounds), 2 * math.ceil(math.log2(self.ranks))
         return replace(self.link, alpha=self.link.alpha * (1 if self.device == "cpu" else trees / ring))
 
-    @property
+    @cached_property
     def sends_updates(self) -> bool:
         """Whether the optimizer's updates are sent, which exist only after backward has ended.
 
