@@ -38,7 +38,6 @@ FOUR = ("gloo:hsdp_cases", "gloo:twice_cases")  # two nodes of two
 SELDOM = {
     *(f"mpi-{size}:{module}" for size in (1, 2) for module in ("dense_cases", "sparse_cases")),
     *("mpi-3:sparse_cases", "mpi-3:local_cases", "mpi-4:dense_cases", "mpi-4:FAILURES", "untagged-3:LAWS"),
-    "mpi-4:sparse_cases.training_has_the_bits_of_the_simulated_world",
     *("gloo-2:dense_cases", "gloo-2:sparse_cases", "gloo-3:partial_cases.LAWS", "gloo-3:ddp_learning"),
 }
 """What others take too, or what takes long: only with --whole, as the cases that a module names SELDOM."""
@@ -98,8 +97,7 @@ def cases(kind):
             ranks = ranks_of(launch, item)
             for case in getattr(import_module(module), kind, ()) if kind == "LAWS" or ranks > 1 else ():
                 at = f"{world.removesuffix(f'-{ranks}')}-{ranks}"
-                of = (module, kind, f"{module}.{kind}", f"{module}.{case.__name__}")
-                marked = marks(name, module, case, not SELDOM.isdisjoint(f"{at}:{each}" for each in of))
+                marked = marks(name, module, case, {f"{at}:{module}", f"{at}:{kind}", f"{at}:{module}.{kind}"} & SELDOM)
                 yield pytest.param(name, item, case, id=f"{at}-{module}-{case.__name__}", marks=marked)
 
 
