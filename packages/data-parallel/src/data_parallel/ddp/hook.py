@@ -123,6 +123,7 @@ class SparseHookState:
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
         named = list(named_parameters)
         check_named_parameters(named)
+        named = [(name, p) for name, p in named if not getattr(p, "_ddp_ignored", False)]  # by DDP, which brings none
         if checked.entry is None and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if checked.clip_norm is not None and not named:
