@@ -346,6 +346,25 @@ def test_for_model_is_for_a_module_in_ddp():
         SparseHookState.for_model(model, sgd(model.parameters()))
 
 
+def test_a_backward_that_breaks_off_does_not_save_a_part_of_the_buckets():
+    """A run that goes on from such a state has other bits than one that never stopped."""
+    model, state = made()
+    ddp = wrapped(model, state)
+    for step in range(3):
+        backward(ddp, step)
+    layout = state.state_dict()["distributed"]["buckets"]
+    assert len(layout) == 2
+
+    def break_off(_):
+        raise KeyboardInterrupt
+
+    handle = model[0].weight.register_hook(break_off)  # the last bucket's
+    with pytest.raises(KeyboardInterrupt):
+        backward(ddp, 3)
+    handle.remove()
+    assert state.state_dict()["distributed"]["buckets"] == layout
+
+
 def test_each_bucket_is_saved_once_however_many_steps_there_were():
     model, state = made()
     ddp = wrapped(model, state)
