@@ -1,5 +1,6 @@
 """Optimizers around an optimizer: the gradients of all ranks are exchanged before its step, or its updates after it."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack
@@ -333,13 +334,15 @@ class DistributedOptimizer(ExchangingOptimizer):
         if not isinstance(overlap, bool):
             raise TypeError(f"overlap is {overlap!r}, expected True or False")
         super().__init__(optimizer, named_parameters, comm, checked, sends="gradients", overlap=overlap)
-        self._synchronized, self._overlaps, self._unwatch = False, overlap, lambda: None
+        self._synchronized, self._overlaps = False, overlap
+        self._unwatch: Callable[[], object] = lambda: None
         self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
         if self._exchange.scheme.selects:
             self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
         watched = (self._trained, buckets) if overlap else ([], [])
-        self._order = BackwardOrder(*watched, self._start, self._pauses)
+        own = weakref.proxy(self)  # its hooks end with the last reference to this, not with a collection of cycles
+        self._order = BackwardOrder(*watched, lambda position: own._start(position), lambda: own._pauses())
         self._means = Means(self._exchange, buckets)
         self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}, {overlap=}")
         self.enter()
