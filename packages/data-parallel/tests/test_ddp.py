@@ -175,6 +175,32 @@ def test_a_layer_that_is_trained_again_without_a_new_ddp_is_named():
         backward(ddp, 2)
 
 
+def ignoring(ways):
+    """A module of which DDP is told to leave a layer alone, which may differ between ranks; its state in one way."""
+    model, _ = made()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
+    ddp = DistributedDataParallel(model)
+    if ways == "for_model":
+        return ddp, SparseHookState.for_model(ddp, sgd(ddp.parameters()), density=lambda step: 0.1)
+    if ways == "hooked":
+        return ddp, hooked(ddp, [], {"density": 0.1}, grad_scaler=None, how="")
+    state = SparseHookState(density=0.1, named_parameters=model.named_parameters())
+    ddp.register_comm_hook(state, sparse_hook)
+    return ddp, state
+
+
+@pytest.mark.parametrize("ways", ["for_model", "hooked", "by hand"])
+def test_a_layer_that_ddp_ignores_has_no_part_in_the_state_and_none_in_a_resume(ways):
+    ddp, state = ignoring(ways)
+    backward(ddp, 0)
+    assert residuals(state).keys() == {"0.weight", "0.bias", "4.weight", "4.bias"}
+    other, resumed = ignoring(ways)
+    resumed.load_state_dict(state.state_dict())
+    backward(ddp, 1)
+    backward(other, 1)
+    assert residuals(state).keys() == residuals(resumed).keys()
+
+
 def by_hook(inner, **settings):
     model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
     ddp, optimizer = DistributedDataParallel(model), inner(model.parameters())
@@ -318,6 +344,25 @@ def test_for_model_is_for_a_module_in_ddp():
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="ddp is a Linear, expected a DistributedDataParallel"):
         SparseHookState.for_model(model, sgd(model.parameters()))
+
+
+def test_a_backward_that_breaks_off_does_not_save_a_part_of_the_buckets():
+    """A run that goes on from such a state has other bits than one that never stopped."""
+    model, state = made()
+    ddp = wrapped(model, state)
+    for step in range(3):
+        backward(ddp, step)
+    layout = state.state_dict()["distributed"]["buckets"]
+    assert len(layout) == 2
+
+    def break_off(_):
+        raise KeyboardInterrupt
+
+    handle = model[0].weight.register_hook(break_off)  # the last bucket's
+    with pytest.raises(KeyboardInterrupt):
+        backward(ddp, 3)
+    handle.remove()
+    assert state.state_dict()["distributed"]["buckets"] == layout
 
 
 def test_each_bucket_is_saved_once_however_many_steps_there_were():

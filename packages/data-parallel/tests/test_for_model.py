@@ -301,9 +301,12 @@ def test_the_optimizer_is_not_kept_by_its_module_and_copies_are_their_own():
         assert not optimizer.is_ahead
     hooks = model._forward_pre_hooks, model._state_dict_pre_hooks, model._load_state_dict_pre_hooks
     assert all(hooks)
-    del optimizer
-    gc.collect()
-    assert not any(hooks)
+    gc.disable()  # what comes next, such as a dense training to compare with, meets nothing of it
+    try:
+        del optimizer
+        assert not any(hooks)
+    finally:
+        gc.enable()
     model(batch(0, 0))
 
 

@@ -180,6 +180,39 @@ def test_synchronizing_twice_is_an_error_until_step_or_zero_grad():
     optimizer.synchronize()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_backward_between_synchronize_and_step_is_an_error_on_every_rank(overlap):
+    """It was a step by the mean and each rank's own gradient, so that ranks went apart in silence."""
+
+    def body(comm):
+        model = nn.Linear(3, 1)
+        optimizer = sgd(model, comm, overlap=overlap)
+
+        def backward():
+            model(torch.full((1, 3), 1.0 + comm.rank)).sum().backward()
+
+        backward()
+        optimizer.synchronize()
+        with pytest.raises(RuntimeError, match=r"adds this rank's own gradient to the mean.*optimizer\.zero_grad"):
+            backward()
+        model.zero_grad()
+        with optimizer.no_sync(), pytest.raises(RuntimeError, match="adds this rank's own gradient"):
+            backward()
+        optimizer.zero_grad()
+        for _ in range(2):
+            backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+        backward()
+        optimizer.step()
+        return parameters(model)
+
+    one, other = SimulatedWorld(2).run(body)
+    assert same(one, other)
+
+
 def test_parameter_groups_keep_their_settings():
     def body(comm):
         model = Weights(1, 1)

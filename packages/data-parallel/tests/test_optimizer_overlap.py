@@ -1,5 +1,7 @@
 """DistributedOptimizer(overlap=True): the same sums, started while backward goes on."""
 
+import gc
+
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
@@ -68,6 +70,28 @@ def test_started_in_backward_or_at_the_step_the_bits_are_the_same(name, size, se
     other = SimulatedWorld(size).run(lambda comm: body(comm, in_backward=False))
     for rank in range(size):
         assert all(torch.equal(a, b) for a, b in zip(one[rank], other[rank], strict=True))
+
+
+def test_a_second_training_of_the_same_parameters_meets_nothing_of_the_first():
+    """One that waited for a collection of garbage started exchanges in the second's backward, where ranks had it."""
+
+    def body(comm):
+        model = Weights()
+        for _ in range(2):  # as of cross-validation, or a cell that is run again
+            optimizer = optimizer_of(model, comm)
+            for step in range(2):
+                model.loss(drawn(10 * step + comm.rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            del optimizer
+        return state_of(model, optimizer_of(model, comm))
+
+    gc.disable()
+    try:
+        one, other = SimulatedWorld(2).run(body)
+    finally:
+        gc.enable()
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("name", ["gtopk", "dense"])

@@ -1,5 +1,6 @@
 """Optimizers around an optimizer: the gradients of all ranks are exchanged before its step, or its updates after it."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack
@@ -19,6 +20,7 @@ from data_parallel.optimizer_watch import OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, check_count, fixed
 from data_parallel.state_dict import RESHARD
 from data_parallel.uneven import Shadow, group_for_join
+from data_parallel.watching import watch
 
 INSTEAD = "Wrap it in an UpdateOptimizer, by UpdateOptimizer.for_model(optimizer, model)"
 CHANGED = (
@@ -28,6 +30,11 @@ CHANGED = (
 SCALED = (
     "overlap=True sends gradients before a GradScaler's {what}: use overlap=False, or DistributedDataParallel with "
     'sparse_hook and its grad_scaler; where all is sent, as by "dense", call synchronize() before unscale_()'
+)
+NO_STEP = (
+    "backward() after synchronize() and before step(): it adds this rank's own gradient to the mean, which the others "
+    "do not have. Call step() first, or throw the mean away by optimizer.zero_grad() (the model's is not enough), on "
+    "every rank; accumulate before synchronize()"
 )
 FIXED = {*ExchangeSettings.__annotations__, "bucket_bytes", "choice", "comm", "nonfinite", "overlap"}
 
@@ -328,12 +335,14 @@ class DistributedOptimizer(ExchangingOptimizer):
             raise TypeError(f"overlap is {overlap!r}, expected True or False")
         super().__init__(optimizer, named_parameters, comm, checked, sends="gradients", overlap=overlap)
         self._synchronized, self._overlaps = False, overlap
+        self._unwatch: Callable[[], object] = lambda: None
         self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
         if self._exchange.scheme.selects:
             self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
         watched = (self._trained, buckets) if overlap else ([], [])
-        self._order = BackwardOrder(*watched, self._start, lambda: self._accumulates or self.superseded)
+        own = weakref.proxy(self)  # its hooks end with the last reference to this, not with a collection of cycles
+        self._order = BackwardOrder(*watched, lambda position: own._start(position), lambda: own._pauses())
         self._means = Means(self._exchange, buckets)
         self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}, {overlap=}")
         self.enter()
@@ -346,6 +355,9 @@ class DistributedOptimizer(ExchangingOptimizer):
     def synchronize(self) -> None:
         """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
 
+        Until `step` or `zero_grad` of this optimizer a backward is a RuntimeError: it would add to the mean what the
+        other ranks do not have.
+
         Raises:
             CollectiveError: The same on every rank: a gradient is not finite (see `nonfinite`), or an exchange fails.
             ValueError: Before anything is exchanged: parameters were frozen, unfrozen or added since this optimizer was
@@ -353,6 +365,12 @@ class DistributedOptimizer(ExchangingOptimizer):
             RuntimeError: Inside `no_sync`, or twice for one step; once all means have come, and are thrown away: with
                 `overlap` a p.grad was changed after backward had sent it.
         """
+        self._put_means()
+        self._unwatch()
+        if not self._overlaps:  # else backward is watched anyway
+            self._unwatch = watch(self, dict(enumerate(self._trained)), DistributedOptimizer._refuse_backward)
+
+    def _put_means(self) -> None:
         self._refuse_no_sync("synchronize()")
         if self._synchronized and self._means.stands:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
@@ -387,7 +405,7 @@ class DistributedOptimizer(ExchangingOptimizer):
                 "and then zero_grad(), on every rank; what was not selected stays in the residuals for later steps"
             )
         self._order.reset()
-        self._synchronized = False
+        self._forget_means()
         super().zero_grad(set_to_none)
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
@@ -406,13 +424,25 @@ class DistributedOptimizer(ExchangingOptimizer):
 
     def _take_step(self) -> None:
         if not self._synchronized:
-            self.synchronize()
+            self._put_means()
         if self._means.stands:
             self.optimizer.step()
             self._watch.look(self.optimizer)
         else:
             self._exchange.skipped += 1
+        self._forget_means()
+
+    def _forget_means(self) -> None:
         self._synchronized = False
+        self._unwatch()
+
+    def _refuse_backward(self, _: int = 0) -> None:
+        if self._synchronized and not self.superseded:
+            raise RuntimeError(NO_STEP)
+
+    def _pauses(self) -> bool:
+        self._refuse_backward()
+        return self._accumulates or self.superseded
 
     def _start(self, position: int) -> None:
         """Starts the exchange of one bucket during backward."""
@@ -447,4 +477,4 @@ class DistributedOptimizer(ExchangingOptimizer):
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
         super()._load(own, wrapped)
-        self._synchronized = False
+        self._forget_means()

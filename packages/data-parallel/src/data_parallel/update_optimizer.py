@@ -115,7 +115,8 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._followed: FollowedModule | None = None
         self._told_of_ddp = False
         self._lowered: dict[int, float] = {}  # Adam's β₁ by group, where for_model has set it, until it is another
-        self._lookahead = ErrorLookahead(self._sent, self._exchange, lambda: ahead_by(optimizer, self.comm.size))
+        ranks = self.comm  # of which a cycle through this object would keep it, and what follows the model, alive
+        self._lookahead = ErrorLookahead(self._sent, self._exchange, lambda: ahead_by(optimizer, ranks.size))
         self._rates = ByRates(optimizer, self._trained, nbytes)
         self._open()
         self.start_alike(f"{self._exchange.facts()}, {bucket_bytes=}{self._rates.facts}")

@@ -48,13 +48,15 @@ NO_FILE = "save state.state_dict(), and load it into a new SparseHookState"
 class _Backward:
     """A backward under way, or the last one. cut: its buckets as they were exchanged, in order.
 
-    saved: in the first backwards after a checkpoint. scale: of this step's loss; a GPU is asked for it once. numel: of
-    all that learns, where gradients are clipped by their share of it. under_way: buckets whose mean has not come.
-    waits: holds the label of the time after the last bucket until they have.
+    whole: those of the last that came to its end. saved: in the first backwards after a checkpoint. scale: of this
+    step's loss; a GPU is asked for it once. numel: of all that learns, where gradients are clipped by their share of
+    it. under_way: buckets whose mean has not come. waits: holds the label of the time after the last bucket until they
+    have.
     """
 
     errors: list[Exception] = field(default_factory=list)
     cut: list[Bucket] = field(default_factory=list)
+    whole: list[Bucket] = field(default_factory=list)
     saved: SavedBucketLayout | None = None
     scale: float = 1.0
     numel: int | None = None
@@ -123,6 +125,7 @@ class SparseHookState:
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
         named = list(named_parameters)
         check_named_parameters(named)
+        named = [(name, p) for name, p in named if not getattr(p, "_ddp_ignored", False)]  # by DDP, which brings none
         if checked.entry is None and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if checked.clip_norm is not None and not named:
@@ -281,7 +284,7 @@ class SparseHookState:
         exchange, names, now = self._ready(), self._buckets.names, self._now
         exchange.skipped += not exchange.commit_or_rollback()
         own = exchange.state_dict((name, p) for name, p in self._parameters.items() if p.requires_grad)
-        layout = [[names[member] for member in bucket.members] for bucket in now.cut]
+        layout = [[names[member] for member in bucket.members] for bucket in now.whole]
         return {STATE_KEY: {**own, "buckets": layout or (now.saved.layout if now.saved is not None else [])}}
 
     def gathered_state_dict(self) -> dict[str, Any]:
@@ -408,6 +411,7 @@ class SparseHookState:
         now, known = self._now, self._buckets.parameters
         if now.saved is not None:
             now.saved.release(self._buckets.names, self._start)
+        now.whole = now.cut
         left = exchange.unclaimed["residuals"]
         if lost := sorted(name for name in left if name not in known or known[name].requires_grad):
             raise ValueError(NOT_BROUGHT.format(names=lost))
