@@ -33,7 +33,7 @@ from thinwire.advice.recommendation import OPTIMIZERS, _use, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import Situation
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements
+from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements, lower_momentum
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -408,6 +408,7 @@ def test_eager_sgd_steps_the_scheduler_that_it_is_given():
         with pytest.raises(ValueError, match=r"eager-majority steps the learning-rate scheduler itself: give it"):
             plan.apply(model, inner, comm=comm)
         _, eager = plan.apply(model, inner, comm=comm, scheduler=rates)
+        assert inner.param_groups[0]["betas"] == (0.5, 0.999)
         with eager:
             for _ in range(4):
                 eager.zero_grad()
@@ -564,6 +565,8 @@ def test_the_lines_do_what_apply_does(optimizer, name, one_process):
                 inner, ddp = inner_of(optimizer, model), DistributedDataParallel(model, bucket_cap_mb=1)
                 made = {"model": model, "inner": inner, "ddp": ddp, "optimizer": inner}
                 if printed:
+                    if "a momentum of at most 0.5" in "".join(lines):
+                        lower_momentum(inner)
                     exec(line.removeprefix(where), names, made)
                 else:
                     made["optimizer"] = plan.apply(model if plan.situation.plain else ddp, inner, steps=60)[1]

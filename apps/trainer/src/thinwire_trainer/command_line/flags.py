@@ -241,7 +241,8 @@ def optimizer_defaults(entry: Entry, optimizer: str) -> Mapping[str, float]:
     if optimizer == "sgd":
         return entry.defaults
     adamw = ADAMW_MOMENTUM if entry.nesterov else ADAMW_MOMENTUM_WAITING
-    return {"lr": ADAMW_RATE, "momentum": MUON_MOMENTUM if optimizer == "muon" else adamw}
+    momentum = MUON_MOMENTUM if optimizer == "muon" else entry.defaults.get("momentum", adamw)
+    return {"lr": ADAMW_RATE, "momentum": momentum}
 
 
 def _check_momentum(given: Namespace, entry: Entry) -> None:

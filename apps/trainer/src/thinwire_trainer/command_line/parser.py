@@ -53,7 +53,7 @@ OPTIMISATION = (
         "momentum",
         0.9,
         "of SGD, sparse: before selection, as in DGC; of adamw β1 (default: %(default)g; adamw, sparse: "
-        f"{ADAMW_MOMENTUM_WAITING:g}; muon: {MUON_MOMENTUM}; demo: 0)",
+        f"{ADAMW_MOMENTUM_WAITING:g}; eager-*: 0.5; muon: {MUON_MOMENTUM}; demo: 0)",
         read=quantities.momentum,
     ),
     Flag("nesterov", False, "Nesterov's momentum; not of sparse gradients"),

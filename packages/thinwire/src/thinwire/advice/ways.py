@@ -32,6 +32,8 @@ InDDP = Callable[[DistributedDataParallel, Optimizer, int], Optimizer]
 ADAMS, ALL = ("adam", "adamw"), ("sgd", "adam", "adamw", "muon")
 WARM_UP = 10
 """A tenth of the steps is dense before PowerSGD begins, and before models are averaged every few steps."""
+WHERE_LATE = 0.5
+"""Momentum, or Adam's first beta, beside gradients that come late (`python -m bench convergence`: 0.9 learns worse)."""
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 MEAN = partial(torch.optim.SGD, lr=1.0)
 """Outer optimizer that takes the mean as it is."""
@@ -243,19 +245,30 @@ def _torch_local(ours: Way) -> Way:
     return Way("torch-local-sgd", sent, ours.make, "", in_ddp, hook, note, **settings)
 
 
+def lower_momentum(optimizer: Optimizer) -> None:
+    """Takes no more than `WHERE_LATE`, of cyclic schedulers too."""
+    for group in optimizer.param_groups:
+        for name in {"momentum", "base_momentum", "max_momentum"} & group.keys():
+            group[name] = min(group[name], WHERE_LATE)
+        if "betas" in group:
+            first, *others = group["betas"]
+            group["betas"] = (min(first, WHERE_LATE), *others)
+
+
 def _eager(quorum: Literal["solo", "majority"]) -> Way:
     """A partial allreduce of gradients, which does not wait for late ranks."""
 
     def make(
         optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int, scheduler: Any = None
     ) -> Optimizer:
+        lower_momentum(optimizer)
         return EagerSGD(optimizer, model.named_parameters(), comm=comm, scheduler=scheduler, quorum=quorum)
 
     code = f'EagerSGD(OPTIMIZER, model.named_parameters(), quorum="{quorum}")'
     note = (
         "Give a learning-rate scheduler as its scheduler=, or to apply(), and do not step it. Call "
         "optimizer.synchronize() before an evaluation, a checkpoint or any other collective, and optimizer.finish() at "
-        "the end."
+        f"the end. Take a momentum of at most {WHERE_LATE:g}, of Adam a first beta: late gradients act like it."
     )
     return Way(f"eager-{quorum}", _partial_round_sent, make, code, note=note, quorum=quorum)
 
