@@ -1,8 +1,11 @@
 """The call itself: arguments, padding, cutting, the background, and algorithms with a state or a selection."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
-from communicators import CollectiveError, Dies, SimulatedWorld, as_communicator
+from communicators import CollectiveError, Dies, Elastic, SimulatedWorld, as_communicator
 from sparse_collectives import (
     ALGORITHMS,
     Reduction,
@@ -144,6 +147,20 @@ def test_a_state_goes_on_after_a_call_that_has_failed():
     SimulatedWorld(2).run(body)
     assert [state["step"] for state in states] == [1, 1]
     assert error  # whose frames hold the schedules of the calls that failed
+
+
+def test_a_state_goes_on_where_others_go_on_without_a_rank():
+    def body(comm):
+        state, elastic = ALGORITHMS["spardl"].initial_state(), Elastic(comm)
+        for _ in range(5):
+            before = copy.deepcopy(state)
+            call = partial(sparse_allreduce, topk(torch.arange(8.0), 4), elastic, k=4, algorithm="spardl", state=state)
+            reduction = elastic.atomic(call, partial(state.update, before))
+        return reduction.total.to_dense().sum().item() / elastic.size
+
+    for message in range(1, 30):
+        first, _, last = SimulatedWorld(3, faults=[Dies(rank=1, message=message)]).run(body)
+        assert first == last > 0
 
 
 def test_ranks_of_one_process_do_not_share_a_state():

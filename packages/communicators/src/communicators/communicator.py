@@ -333,7 +333,11 @@ def run(
             reason on every rank.
     """
     settings = _settings(schedule, facts, timeout, comm)
-    return comm.run(schedule, device=device, **settings)
+    try:
+        return comm.run(schedule, device=device, **settings)
+    except BaseException:
+        schedule.close()  # one that another wraps was perhaps not begun, and then is not closed with that
+        raise
 
 
 def start(
