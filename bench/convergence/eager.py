@@ -1,9 +1,9 @@
 """Eager SGD on ranks of which one, drawn anew for each step, is late, as in its evaluation (Li et al., 2020).
 
 A step takes a second of a simulated rank's time, a tenth more or less, and the late one's 0.64 more. So a rank's
-gradient often goes into a later round: where ranks are alike, fewer do. Rates go by rounds, of which there are about as
-many as steps. All ranks meet before the model is scored. Late gradients act like momentum, so the optimizer has less
-of its own than the usual 0.9, but where the way's name says so.
+gradient often goes into a later round: where ranks are alike, fewer do. Rates go by the gradients of all ranks, which
+meet before the model is scored. Late gradients act like momentum, so the optimizer has less of its own than the usual
+0.9, but where the way's name says so.
 """
 
 from itertools import count

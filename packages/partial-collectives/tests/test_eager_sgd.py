@@ -607,14 +607,19 @@ def one_parameter(comm, **settings):
 
 def test_a_round_without_weight_changes_nothing():
     def body(comm):
-        p, optimizer = one_parameter(comm, quorum=2, weighted=True)
+        p = torch.nn.Parameter(torch.zeros(1))
+        inner = torch.optim.SGD([p], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(inner, 1.0)
+        optimizer = EagerSGD(inner, [("p", p)], comm=comm, scheduler=scheduler, quorum=2, weighted=True)
         with optimizer:
             for weight in (0.0, 1.0, 0.0):
                 p.grad = torch.tensor([1.0])
                 optimizer.step(weight=weight)
-        return p.item()
+        return p.item(), optimizer.applied, scheduler.last_epoch  # but for the place in the schedule
 
-    assert SimulatedWorld(2).run(body) == [-1.0] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the schedule's first step is before the optimizer's
+        assert SimulatedWorld(2).run(body) == [(-1.0, 1, 3)] * 2
 
 
 def test_weights_that_would_count_for_nothing_or_twice_are_refused():

@@ -280,7 +280,7 @@ def test_nothing_is_selected_for_muon():
     names = {p.algorithm for p, *_ in situation("muon").predictions()}
     averaged = {"diloco", "streaming-diloco", "local-sgd", "overlap-local-sgd", "torch-local-sgd"}
     compressed = {"dense-int8", "powersgd", "torch-powersgd", "torch-bf16"}
-    assert names == {"dense", *compressed, "eager-solo", "eager-majority", *averaged}
+    assert names == {"dense", *compressed, *averaged}
     assert "UpdateOptimizer" not in recommend(situation("muon")).text
 
 
@@ -407,6 +407,8 @@ def test_eager_sgd_steps_the_scheduler_that_it_is_given():
         rates = torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.5)
         with pytest.raises(ValueError, match=r"eager-majority steps the learning-rate scheduler itself: give it"):
             plan.apply(model, inner, comm=comm)
+        with pytest.raises(ValueError, match=r"local-sgd sync_every=4 leaves the scheduler to the training loop"):
+            planned("adamw", "local-sgd sync_every=4").apply(model, inner, comm=comm, scheduler=rates)
         _, eager = plan.apply(model, inner, comm=comm, scheduler=rates)
         assert inner.param_groups[0]["betas"] == (0.5, 0.999)
         with eager:

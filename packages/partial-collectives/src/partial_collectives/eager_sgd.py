@@ -60,9 +60,9 @@ class EagerSGD(Wrapping):
         named_parameters: Parameters of the model, as `model.named_parameters()` gives them.
         comm: See `communicators.as_communicator`.
         scheduler: Scheduler of the wrapped optimizer; stepped here, once for every P gradients in the rounds, so that
-            it is as long as the steps that a rank takes, in the mean, however many rounds those need. Rates that change
-            otherwise between two rounds, and so go by a rank's own steps, are a ValueError: ranks would part in
-            silence.
+            it is as long as the steps that a rank takes, in the mean, however many rounds those need; after a death by
+            some more or fewer, as the dead rank was ahead or behind. Rates that change otherwise between two rounds,
+            and so go by a rank's own steps, are a ValueError: ranks would part in silence.
         weighted: Divides the total by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens,
             not by P. A gradient is then the mean over them.
         model: Module that has buffers, such as BatchNorm's.
@@ -321,8 +321,6 @@ class EagerSGD(Wrapping):
                 )
             self.gradients += result.deposits
             self._unscheduled += result.deposits
-            if self._weighted and not result.weight:  # on all ranks: there is nothing to take a mean of
-                continue
             self._step(result)
 
     def regrouped(self) -> None:
@@ -383,12 +381,14 @@ class EagerSGD(Wrapping):
     def _step(self, result: PartialResult) -> None:
         if not self._met and self.comm.size > 1:
             refuse_changed(self.optimizer, self._known)
-        self._put(result)
-        self.optimizer.step()
+        if result.weight or not self._weighted:  # else, on all ranks, there is nothing to take a mean of
+            self._put(result)
+            self.optimizer.step()
+            self.applied += 1
         while self.scheduler is not None and self._unscheduled >= len(result.members):
             self._unscheduled -= len(result.members)
             self.scheduler.step()
-        self.applied, self._met, self._known = self.applied + 1, False, settings_of(self.optimizer)
+        self._met, self._known = False, settings_of(self.optimizer)
 
     def _tell_changes(self) -> None:
         """Tells all others what was changed by hand since all have met, before a round is applied with it."""

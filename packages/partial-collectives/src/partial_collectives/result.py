@@ -16,7 +16,8 @@ class PartialResult:
         fresh: Ranks that did not come too late for this round; of the others only earlier gradients are in it.
         staleness: For each rank, the rounds in a row up to this one that nothing of it was in; 0 for those that have
             ended.
-        deposits: Number of gradients in the total, but for those that ranks gave to `synchronize` or `finish`.
+        deposits: Number of gradients in the total, but for those that ranks gave to `synchronize` or `finish`; 0 where
+            there are no others.
         weight: The sum of their weights.
         nonfinite: The ranks that contributed NaN or inf.
         members: The ranks that took part, with a gradient or without: all that were not known to be dead. A mean is

@@ -22,7 +22,7 @@ from thinwire_trainer.errors import AgreedError, RunError
 
 State = dict[str, Any]
 Rates = Callable[[Optimizer], LambdaLR]
-"""Makes the rate schedule of an optimizer, to be stepped after each of its steps, or once a round."""
+"""Makes the rate schedule of an optimizer, to be stepped after each of its steps, or as all ranks' gradients come in."""
 
 
 class Synchroniser(ABC):
@@ -66,7 +66,7 @@ class Synchroniser(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """This rank's optimizer step, and that of the learning rate, where it does not go by rounds."""
+        """This rank's optimizer step, and that of the learning rate, where that does not go by rounds."""
 
     def average(self) -> None:  # noqa: B027 - some have nothing to average after the update
         """Average parameters with other ranks, after the update. Waits as long as this rank cannot go on."""

@@ -132,7 +132,7 @@ class Plan:
             optimizer: Over its parameters, of the kind that was asked about; its settings are adapted as the text says.
             steps: Of the whole training, for the warm-up; default 1,000.
             comm: See `communicators.as_communicator`.
-            scheduler: Of the optimizer, for eager SGD, which steps it itself: then the loop must not.
+            scheduler: Of the optimizer, for eager SGD alone, which steps it itself: then the loop must not.
 
         All ranks do what rank 0's plan says. Make other learning-rate schedulers, and load checkpoints, afterwards. In
         DDP the residuals are in no checkpoint: to save them, write the line that the plan prints, in which `state` is
@@ -142,8 +142,9 @@ class Plan:
             ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
                 which has sent the gradients before a way gets them; a hook of DDP without DDP, as where the advice was
                 for a model in DDP; torch's PowerSGD over gloo in more than one bucket (the text has the size); other
-                `steps`; an optimizer whose rate was adapted already, or would be set back by its scheduler; or a model
-                that is in FSDP, or holds DDP inside.
+                `steps`; an optimizer whose rate was adapted already, or may be set back by its scheduler; a scheduler
+                for a way that does not step it, or none for eager SGD where the optimizer has one; or a model that is
+                in FSDP, or holds DDP inside.
         """
         _check_model(model)
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
@@ -160,6 +161,8 @@ class Plan:
         if _named(optimizer) != self.situation.optimizer:
             raise ValueError(f"the advice is for {self.situation.optimizer}, but this is {type(optimizer).__name__}")
         p, ddp = self._of_rank_0(ranks), _in_ddp(model)
+        if scheduler is not None and not (p.name in MADE and MADE[p.name].quorum):
+            raise ValueError(f"{p.name} leaves the scheduler to the training loop: step it there, and do not give it")
         if p.name == DENSE.name and ddp is not None:  # which sums them itself
             return model, optimizer
         if p.name in MADE:
@@ -193,7 +196,7 @@ class Plan:
         adapts = way.rate != 1 and self.situation.optimizer != "muon"
         if adapts and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise ValueError(
-                f"{way.name} takes {way.rate:g} of the learning rate, and a scheduler that was made before sets it "
+                f"{way.name} takes {way.rate:g} of the learning rate, which a scheduler that was made before may set "
                 "back: give an optimizer that was made anew, and make its scheduler after apply()"
             )
         if way.quorum and scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):

@@ -246,7 +246,7 @@ def _torch_local(ours: Way) -> Way:
 
 
 def lower_momentum(optimizer: Optimizer) -> None:
-    """Takes no more than `WHERE_LATE`, of cyclic schedulers too."""
+    """Takes no more than `WHERE_LATE`, also of a OneCycleLR."""
     for group in optimizer.param_groups:
         for name in {"momentum", "base_momentum", "max_momentum"} & group.keys():
             group[name] = min(group[name], WHERE_LATE)
@@ -270,7 +270,7 @@ def _eager(quorum: Literal["solo", "majority"]) -> Way:
         "optimizer.synchronize() before an evaluation, a checkpoint or any other collective, and optimizer.finish() at "
         f"the end. Take a momentum of at most {WHERE_LATE:g}, of Adam a first beta: late gradients act like it."
     )
-    return Way(f"eager-{quorum}", _partial_round_sent, make, code, note=note, quorum=quorum)
+    return Way(f"eager-{quorum}", _partial_round_sent, make, code, note=note, quorum=quorum, optimizers=("sgd", *ADAMS))
 
 
 def _partial_round_sent(rank: int, size: int, shapes: Shapes) -> Traffic:
