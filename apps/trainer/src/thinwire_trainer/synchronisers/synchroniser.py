@@ -22,7 +22,7 @@ from thinwire_trainer.errors import AgreedError, RunError
 
 State = dict[str, Any]
 Rates = Callable[[Optimizer], LambdaLR]
-"""Makes the rate schedule of an optimizer, to be stepped after each of its steps, or as all ranks' gradients come in."""
+"""Makes the rate schedule of an optimizer, to be stepped after each of its steps, or as ranks' gradients come in."""
 
 
 class Synchroniser(ABC):
