@@ -12,7 +12,7 @@ from sparse_compress import RandomK, topk
 PACKAGES = Path(__file__).parents[1] / "packages"
 MAKES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
 MAKES |= {"asarray", "tensor", "zeros"}
-OF_PROGRAMS = {"slow-link", "thinwire"}
+OF_PROGRAMS = {"slow-link"}
 """Packages whose tensors stay among themselves."""
 
 

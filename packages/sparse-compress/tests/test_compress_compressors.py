@@ -504,6 +504,35 @@ def test_gradients_whose_norm_overflows_are_clipped_not_zeroed(gradient):
     assert gradient.float().norm().item() == pytest.approx(1, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ([torch.float32], torch.float32),
+        ([torch.bfloat16], torch.bfloat16),
+        ([torch.float16], torch.float32),
+        ([torch.float16, torch.bfloat16], torch.float32),
+        ([torch.float64], torch.float64),
+        ([torch.complex64], torch.float32),
+    ],
+    ids=str,
+)
+def test_norms_that_do_not_overflow_are_not_taken_in_float64(dtypes, expected):
+    gradients = [torch.full((4,), 4.0, dtype=dtype) for dtype in dtypes]
+    norm = clip_locally(gradients, max_norm=1.0, ranks=1)
+    assert norm.dtype == expected
+    assert norm.item() == pytest.approx(8 * len(gradients) ** 0.5, rel=4e-3)
+    assert [gradient.abs().float().norm().item() for gradient in gradients] == pytest.approx(
+        [len(gradients) ** -0.5] * len(gradients), rel=4e-3
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64], ids=str)
+def test_nan_stays_nan(dtype):
+    gradients = [torch.ones(2), torch.tensor([1.0, float("nan")]).to(dtype)]
+    assert clip_locally(gradients, max_norm=1.0, ranks=1).isnan()
+    assert all(gradient.isnan().all() for gradient in gradients)
+
+
 def test_parameters_without_a_gradient_are_passed_over():
     gradient = torch.tensor([8.0])
     assert clip_locally([None, gradient, None], max_norm=2.0, ranks=1) == 8

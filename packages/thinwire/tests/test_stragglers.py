@@ -310,6 +310,19 @@ def test_what_does_not_wait_is_passed_over_while_nobody_knows_how_it_learns():
 COMMAND = ["--parameters", "1e6", "--step-seconds", "1", "--link", "1gbit"]
 
 
+def test_torchs_default_device_and_dtype_change_no_number():
+    def text():
+        return as_text(situation(Stragglers.told({0.3: 0.05}), ranks=8))
+
+    expected, before = text(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            assert text() == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_they_are_told_on_the_command_line():
     told = parse([*COMMAND, "--stragglers", "5%:300ms", "0.001:10s"]).late
     assert told == Stragglers.told({0.3: 0.05, 10.0: 0.001})

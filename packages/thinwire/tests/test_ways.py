@@ -270,6 +270,25 @@ def test_a_selection_takes_what_the_optimizer_does_around_it(monkeypatch):
     assert find_out(trained, Alone(), print, **given, overlap=False, optimizer="sgd").handling == handling
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16])
+def test_work_is_measured_in_float32_whatever_torchs_default(default, monkeypatch):
+    seen = set()
+
+    def inner(parameters):
+        made = torch.optim.AdamW(parameters)
+        seen.update(p.dtype for p in made.param_groups[0]["params"])
+        return made
+
+    monkeypatch.setitem(own_work.INNER, "adamw", inner)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        measure_around([torch.Size((4, 3))], CPU, optimizer="adamw", density=0.5)
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == {torch.float32}
+
+
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1 << 20, 25_000_000, 10**10 + 7, 10**13])
 def test_assumed_shapes_have_all_elements_and_are_few(numel):
     assert elements(assumed_shapes(numel)) == numel

@@ -61,7 +61,7 @@ def clip_locally(gradients: Iterable[Tensor | None], max_norm: float, ranks: int
         ranks: Number of ranks, ≥ 1.
 
     Returns:
-        The norm before, 0-D.
+        The norm before, 0-D: of the gradients' dtype, float32 for float16; float64 where a sum of squares overflows.
 
     Raises:
         TypeError: One tensor was given in place of several, or another argument is no number.
@@ -72,9 +72,21 @@ def clip_locally(gradients: Iterable[Tensor | None], max_norm: float, ranks: int
     max_norm = positive(max_norm, "max_norm", expected="the norm of the sum over ranks")
     ranks = integer(ranks, "ranks", least=1, expected="the number of ranks")
     present = [gradient for gradient in gradients if gradient is not None]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in present]
-    norm = torch.nn.utils.get_total_norm(norms)  # in float64, because an overflow would make all of them zero
+    norm = _norm(present)
     scale = (max_norm * ranks**-0.5 / (norm + 1e-6)).clamp(max=1.0)
     for gradient in present:
         gradient.mul_(scale.to(gradient.device))
     return norm
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """Norm of all together; again in float64, several times slower, where it overflows and all would become zero."""
+    given = [gradient for gradient in gradients if gradient.dtype != torch.float16]
+    if short := [gradient for gradient in gradients if gradient.dtype == torch.float16]:
+        given += torch._foreach_norm(short, dtype=torch.float32)
+    norm = torch.nn.utils.get_total_norm(given)
+    if norm.isfinite():
+        return norm
+    return torch.nn.utils.get_total_norm(
+        [torch.linalg.vector_norm(gradient.abs(), dtype=torch.float64) for gradient in gradients]
+    )

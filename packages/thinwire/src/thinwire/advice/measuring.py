@@ -183,7 +183,7 @@ def measure_torch_alpha(comm: Communicator) -> float | None:
         return None
     if f"{comm.device.type}:" not in dist.get_backend_config():
         return None
-    short = torch.zeros(SHORT, device=comm.device)
+    short = torch.zeros(SHORT, dtype=torch.float32, device=comm.device)
     seconds = prediction.slowest([prediction.seconds_of(lambda: dist.all_reduce(short), comm, comm.device)], comm)[0]
     return seconds / torch_sum(0, comm.size).messages
 

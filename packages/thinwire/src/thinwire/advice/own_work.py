@@ -106,7 +106,8 @@ def _seconds(
     """Seconds of a rank in a step with one exchange, the least of several: simulated ranks take turns on one core."""
 
     def steps(comm: Communicator) -> list[float]:
-        model = nn.ParameterList(nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes)
+        zeros = (torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes)
+        model = nn.ParameterList(map(nn.Parameter, zeros))
         optimizer: Any = inner(model.parameters())
         if make is not None:
             optimizer = make(optimizer, model, comm, steps=0, every=1)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ ROUNDS = 512
 """Rounds of a partial allreduce that are played."""
 MISSED = 8
 """Rounds in a row that a rank may miss: the default `max_staleness` of `EagerSGD`."""
+HERE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+"""Where tensors of this module are, whatever torch's defaults."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,12 @@ class Stragglers:
     def mean(self, size: int) -> float:
         """Seconds that ranks are late in a step, in the mean: what is added where nobody waits."""
         width, shares = self._binned
-        return width * float(self._many(size) @ shares @ torch.arange(BINS + 1).double()) / size
+        return width * float(self._many(size) @ shares @ torch.arange(BINS + 1, **HERE)) / size
 
     def slowest(self, size: int) -> float:
         """Seconds that the slowest rank is late in a step, in its own mean: nothing hides these."""
         width, shares = self._binned
-        return width * float((shares @ torch.arange(BINS + 1).double())[:size].max())
+        return width * float((shares @ torch.arange(BINS + 1, **HERE))[:size].max())
 
     def late(self, size: int, *, every: int = 1) -> float:
         """Seconds added to a step of ranks that meet after every `every` steps.
@@ -87,7 +90,7 @@ class Stragglers:
         """Expected longest of P delays: 1 − ∏ F between one delay and the next, added up; ∏ F by its logarithm."""
         drawn = self._drawn[:size]
         logs = [many * shares.cumsum(0).log() for many, (_, shares) in zip(self._many(size), drawn, strict=False)]
-        steps = [log.diff(prepend=torch.zeros(1)) for log in logs]
+        steps = [log.diff(prepend=torch.zeros(1, **HERE)) for log in logs]
         delays, order = torch.cat([late for late, _ in drawn]).sort()
         within = torch.cat(steps)[order].cumsum(0).exp()
         within[delays < max(late[0] for late, _ in drawn)] = 0.0  # some rank is always later
@@ -113,12 +116,12 @@ class Stragglers:
         """
         draw = torch.Generator().manual_seed(0)
         arrivals = compute + self._delays(size, draw)
-        gave = torch.zeros(size, dtype=torch.float64)  # when each rank last gave a gradient
-        missed, steps, ended = torch.zeros(size), torch.zeros(size), 0.0
+        gave = torch.zeros(size, **HERE)  # when each rank last gave a gradient
+        missed, steps, ended = torch.zeros(size, **HERE), torch.zeros(size, **HERE), 0.0
         for seconds in arrivals:
             arrives = gave.clamp(min=ended) + seconds
-            begins = arrives[torch.randint(size, (), generator=draw)] if quorum == "majority" else arrives.min()
-            begins = torch.maximum(begins, gave.where(missed >= MISSED, 0.0).max())
+            first = torch.randint(size, (), generator=draw, device="cpu") if quorum == "majority" else arrives.argmin()
+            begins = torch.maximum(arrives[first], gave.where(missed >= MISSED, 0.0).max())
             late = gave > begins
             missed = torch.where(late, missed + 1, 0)
             gave = gave.where(late, arrives)
@@ -131,14 +134,15 @@ class Stragglers:
         each = -(-size // len(self.by_rank))
         drawn = []
         for own in self.by_rank:
-            late, shares = torch.tensor(list(own.items()), dtype=torch.float64).T
+            late, shares = torch.tensor(list(own.items()), **HERE).T
             drawn.append(late[torch.multinomial(shares, each * ROUNDS, replacement=True, generator=draw)])
         alike = torch.stack(drawn).view(-1, each, ROUNDS).transpose(0, 1).reshape(-1, ROUNDS)
         return alike[:size].T
 
     def _many(self, size: int) -> Tensor:
         """Number of ranks that are like each."""
-        return torch.bincount(torch.arange(size) % len(self.by_rank), minlength=len(self.by_rank)).double()
+        like = torch.arange(size, device="cpu") % len(self.by_rank)
+        return torch.bincount(like, minlength=len(self.by_rank)).double()
 
     @cached_property
     def _found(self) -> dict[tuple[int, int], float]:
@@ -149,13 +153,13 @@ class Stragglers:
     def _drawn(self) -> list[Tensor]:
         """Delays of each rank, in increasing order, and the share of steps with each, [2, delays]."""
         drawn = [sorted((late, share) for late, share in own.items() if share) for own in self.by_rank]
-        return [torch.tensor(own, dtype=torch.float64).T for own in drawn]
+        return [torch.tensor(own, **HERE).T for own in drawn]
 
     @cached_property
     def _binned(self) -> tuple[float, Tensor]:
         """Seconds of a bin, and the share of steps in each, [ranks, BINS + 1]."""
         width = float(max(late[-1] for late, _ in self._drawn)) / BINS
-        binned = torch.zeros(len(self._drawn), BINS + 1, dtype=torch.float64)
+        binned = torch.zeros(len(self._drawn), BINS + 1, **HERE)
         for row, (late, shares) in zip(binned, self._drawn, strict=True):
             place = late / width if width else late
             low = place.long().clamp(max=BINS - 1)

@@ -76,7 +76,7 @@ def by_mpi(mine: Facts, say: Callable[..., None]) -> None:
 def to_everybody(rank: int, size: int) -> Schedule[None]:
     """One number from each rank to each other one, in one round."""
     peers = [peer for peer in range(size) if peer != rank]
-    number = Payload.of(torch.tensor([rank]))
+    number = Payload.of(torch.tensor([rank], device="cpu"))
     received = yield Round(dict.fromkeys(peers, number), dict.fromkeys(peers, number.nbytes))
     wrong = [peer for peer in peers if received[peer].view(torch.int64).item() != peer]
     if wrong:
