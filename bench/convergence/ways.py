@@ -172,7 +172,7 @@ WAYS: dict[str, Way] = {
     "diloco often": _periodic("diloco sync_every=5"),
     "sparseloco": _periodic("sparseloco sync_every=5", selects=True),
     **{name: _peer("eager", selects=False, advised=(name, "fp32")) for name in ("eager-solo", "eager-majority")},
-    "eager-majority, momentum 0.9": _peer("eager", selects=False),
+    "eager-majority, as dense": _peer("eager", selects=False),
     "demo": _peer("periodic", selects=False, optimizers=("adamw",)),
 }
 

@@ -46,8 +46,6 @@ PERIODIC = (
 )
 QUICK = ("vit-digits",)
 """Tasks whose trainings take seconds; those of the others take minutes."""
-EAGER = (("eager-majority", 1.0),)
-"""Only with quick tasks."""
 FULL = ("gpt-text", *QUICK, "resnet20-clothing", "lstm-text")
 COLUMNS = ("task", "link", "P", "way", "step_ms", "reached", "seconds", "over_bf16", "over_powersgd", "advised")
 AGAINST = "DistributedDataParallel with torch's bf16 and PowerSGD hooks, PostLocalSGDOptimizer, and torchft's DiLoCo"
@@ -96,7 +94,6 @@ def runs_of(cell: Cell, seeds: int) -> dict[Case, list[Run]]:
     """Trainings that are compared, by what they send at last."""
     ways, task = [*((way, 1.0) for way in TORCH), *SYNCHRONOUS, *SPARSE, *PERIODIC], TASKS[cell.task]
     ways = [*ways, *(ON_TEXT if task.text else ()), *(WITH_ADAMW if cell.optimizer == "adamw" else ())]
-    ways += EAGER if cell.task in QUICK else ()
     steps, found = task.steps, dict[Case, list[Run]]()
     for way, density in ways:
         if cell.optimizer in WAYS[way].optimizers and (cell.ranks % 4 == 0 or "teams" not in way):

@@ -195,13 +195,8 @@ class Steps:
         self._taken += count
 
     def seconds(self, count: int) -> float:
-        """Of one of the next `count`, after which all ranks have met."""
-
-        def turn() -> None:
-            self.take(count)
-            self._training.meet()
-
-        return seconds_of(turn) / count
+        """Of one of the next `count`."""
+        return seconds_of(partial(self.take, count)) / count
 
 
 def _turn(steps: Steps, period: int) -> int:

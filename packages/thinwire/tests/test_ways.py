@@ -33,7 +33,7 @@ from thinwire.advice.recommendation import OPTIMIZERS, _use, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import Situation
 from thinwire.advice.stragglers import Stragglers
-from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements, lower_momentum
+from thinwire.advice.ways import BY_NAME, WAYS, Work, assumed_shapes, elements, for_late_gradients
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -586,8 +586,8 @@ def test_the_lines_do_what_apply_does(optimizer, name, one_process):
                 inner, ddp = inner_of(optimizer, model), DistributedDataParallel(model, bucket_cap_mb=1)
                 made = {"model": model, "inner": inner, "ddp": ddp, "optimizer": inner}
                 if printed:
-                    if "a momentum of at most 0.5" in "".join(lines):
-                        lower_momentum(inner)
+                    if "Late gradients act like momentum: take" in "".join(lines):
+                        for_late_gradients(inner)
                     exec(line.removeprefix(where), names, made)
                 else:
                     made["optimizer"] = plan.apply(model if plan.situation.plain else ddp, inner, steps=60)[1]

@@ -21,7 +21,7 @@ from partial_collectives.stragglers import Lateness
 class EagerSGD(Wrapping):
     """Wraps an optimizer so that nobody waits for the last rank's gradient (Li et al., PPoPP 2020).
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
         with EagerSGD(optimizer, model.named_parameters(), scheduler=scheduler) as optimizer:
             for batch in batches:  # as many as this rank has
@@ -36,8 +36,8 @@ class EagerSGD(Wrapping):
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
     in one step. A late gradient goes into a later round, as one more summand; P is the number of ranks that took part
     in the round: all that live. A parameter without a gradient counts as zeros; those of 16 bits are added up in 32.
-    Late gradients act like momentum (Mitliagkas et al., Allerton 2016): with 0.5 of it, or as Adam's first beta, models
-    learned better than with 0.9. Clipping before `step()` clips this rank's gradient; the mean is clipped by a hook of
+    Late gradients act like momentum (Mitliagkas et al., Allerton 2016): models learned better with Nesterov's form of
+    SGD's, and with 0.5 for Adam's first beta. Clipping before `step()` clips this rank's gradient; the mean is clipped by a hook of
     the wrapped optimizer (`register_step_pre_hook`), which returns nothing. At construction all ranks get rank 0's
     parameters, and the buffers of `model`.
 

@@ -284,7 +284,7 @@ EAGER = Synchronisation(
         VERIFY,
     ),
     optimizers=WITHOUT_MUON,
-    defaults={"momentum": 0.5},  # late gradients act like more of it
+    defaults={"nesterov": True},  # late gradients act like more momentum
 )
 QUORUM = Flag(
     "quorum",

@@ -32,8 +32,8 @@ InDDP = Callable[[DistributedDataParallel, Optimizer, int], Optimizer]
 ADAMS, ALL = ("adam", "adamw"), ("sgd", "adam", "adamw", "muon")
 WARM_UP = 10
 """A tenth of the steps is dense before PowerSGD begins, and before models are averaged every few steps."""
-WHERE_LATE = 0.5
-"""Momentum, or Adam's first beta, beside gradients that come late (`python -m bench convergence`: 0.9 learns worse)."""
+BETA1 = 0.5
+"""Adam's, at most, beside gradients that come late (`python -m bench convergence`: 0.9 learns worse)."""
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 MEAN = partial(torch.optim.SGD, lr=1.0)
 """Outer optimizer that takes the mean as it is."""
@@ -245,14 +245,14 @@ def _torch_local(ours: Way) -> Way:
     return Way("torch-local-sgd", sent, ours.make, "", in_ddp, hook, note, **settings)
 
 
-def lower_momentum(optimizer: Optimizer) -> None:
-    """Takes no more than `WHERE_LATE`, also of a OneCycleLR."""
+def for_late_gradients(optimizer: Optimizer) -> None:
+    """Sets what learns better beside late gradients, which act like momentum: SGD's to Nesterov's form, Adam's lower."""
     for group in optimizer.param_groups:
-        for name in {"momentum", "base_momentum", "max_momentum"} & group.keys():
-            group[name] = min(group[name], WHERE_LATE)
+        if "nesterov" in group:
+            group["nesterov"] = bool(group["momentum"] and not group["dampening"])
         if "betas" in group:
             first, *others = group["betas"]
-            group["betas"] = (min(first, WHERE_LATE), *others)
+            group["betas"] = (min(first, BETA1), *others)
 
 
 def _eager(quorum: Literal["solo", "majority"]) -> Way:
@@ -261,14 +261,14 @@ def _eager(quorum: Literal["solo", "majority"]) -> Way:
     def make(
         optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int, scheduler: Any = None
     ) -> Optimizer:
-        lower_momentum(optimizer)
+        for_late_gradients(optimizer)
         return EagerSGD(optimizer, model.named_parameters(), comm=comm, scheduler=scheduler, quorum=quorum)
 
     code = f'EagerSGD(OPTIMIZER, model.named_parameters(), quorum="{quorum}")'
     note = (
         "Give a learning-rate scheduler as its scheduler=, or to apply(), and do not step it. Call "
         "optimizer.synchronize() before an evaluation, a checkpoint or any other collective, and optimizer.finish() at "
-        f"the end. Take a momentum of at most {WHERE_LATE:g}, of Adam a first beta: late gradients act like it."
+        f"the end. Late gradients act like momentum: take SGD's with nesterov=True, of Adam a first beta of {BETA1:g}."
     )
     return Way(f"eager-{quorum}", _partial_round_sent, make, code, note=note, quorum=quorum, optimizers=("sgd", *ADAMS))
 
