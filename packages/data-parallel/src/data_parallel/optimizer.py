@@ -356,7 +356,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
 
         Until `step` or `zero_grad` of this optimizer a backward is a RuntimeError: it would add to the mean what the
-        other ranks do not have.
+        other ranks do not have. Where nonfinite="skip" leaves the step out, no mean stands, and `step` may be left out.
 
         Raises:
             CollectiveError: The same on every rank: a gradient is not finite (see `nonfinite`), or an exchange fails.
@@ -437,7 +437,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         self._unwatch()
 
     def _refuse_backward(self, _: int = 0) -> None:
-        if self._synchronized and not self.superseded:
+        if self._synchronized and self._means.stands and not self.superseded:
             raise RuntimeError(NO_STEP)
 
     def _pauses(self) -> bool:
