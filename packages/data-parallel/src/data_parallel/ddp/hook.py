@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 
 import torch
 from communicators import Bucket, Communicator, Stats, as_communicator, tracing
-from replicas import STATE_KEY, check_named_parameters, default_group, gathered_state, wholly
+from replicas import STATE_KEY, default_group, gathered_state, wholly
 from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, b
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from data_parallel.ddp.buckets import Accumulated, Buckets
+from data_parallel.ddp.buckets import Accumulated, Buckets, exchanged
 from data_parallel.ddp.saved_layout import SavedBucketLayout
 from data_parallel.exchange import Exchange, Mean
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
@@ -76,10 +76,10 @@ class SparseHookState:
             parameters, because the scaler skips by optimizer. Without a scaler, or with one that is not enabled, a
             non-finite gradient is an error on every rank that names rank and parameter: a CollectiveError out of
             backward(), like every failure of an exchange.
-        named_parameters: All parameters of the module, so that errors and checkpoints name them; without this they are
-            numbered in the order in which DDP first brings them, a new state cannot be a template for
-            torch.distributed.checkpoint, and nothing is said where the hook is never registered. `clip_norm` and
-            algorithm="auto" go by the size of the model, and need them.
+        named_parameters: All parameters of the module, or the DDP module, which knows those that it ignores, so that
+            errors and checkpoints name them; without this they are numbered in the order in which DDP first brings
+            them, a new state cannot be a template for torch.distributed.checkpoint, and nothing is said where the hook
+            is never registered. `clip_norm` and algorithm="auto" go by the size of the model, and need them.
         settings: Keywords of `ExchangeSettings`: density, algorithm, momentum, clip_norm, …. With `momentum`, give the
             optimizer none. "auto" measures the ranks at first use.
 
@@ -113,7 +113,7 @@ class SparseHookState:
         process_group: Any = None,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
-        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        named_parameters: DistributedDataParallel | Iterable[tuple[str, Tensor]] = (),
         **settings: Unpack[ExchangeSettings],
     ) -> None:
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
@@ -123,9 +123,7 @@ class SparseHookState:
         why = "DDP cannot change its group: train without DDP, with a DistributedOptimizer, or wrap anew"
         refuse_elastic("SparseHookState", process_group, why)
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
-        named = list(named_parameters)
-        check_named_parameters(named)
-        named = [(name, p) for name, p in named if not getattr(p, "_ddp_ignored", False)]  # by DDP, which brings none
+        named = exchanged(named_parameters)
         if checked.entry is None and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if checked.clip_norm is not None and not named:
@@ -185,8 +183,7 @@ class SparseHookState:
         if density is not None:
             settings["density"] = density
         elsewhere = None if ddp.process_group is default_group() else ddp.process_group
-        named = ddp.module.named_parameters()
-        made = cls(**{"process_group": elsewhere, "named_parameters": named, **settings})
+        made = cls(**{"process_group": elsewhere, "named_parameters": ddp, **settings})
         ddp.register_comm_hook(made, sparse_hook)
         for group in optimizer.param_groups if checked.may_select else ():
             if group["momentum"]:
