@@ -268,6 +268,39 @@ def test_the_state_has_what_the_reducer_brings_not_what_its_names_say():
         assert residuals(state).keys() == brought
 
 
+@pytest.mark.filterwarnings("error:momentum is on twice")
+def test_for_model_leaves_the_group_of_ignored_parameters_alone():
+    """They trained without momentum, and with ten times the weight decay."""
+    model, _ = made()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
+    ddp, optimizer = DistributedDataParallel(model), sgd(groups_of(model), weight_decay=1e-4)
+    SparseHookState.for_model(ddp, optimizer, density=0.1)
+    said = [(group["momentum"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert said == [(0.0, pytest.approx(1e-3)), (0.9, 1e-4)]
+    for step in range(9):
+        backward(ddp, step)
+        optimizer.step()
+    again = SparseHookState.for_model(DistributedDataParallel(model), optimizer, density=0.1)
+    assert again._settings.momentum == 0.9
+    assert said == [(group["momentum"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+def test_for_model_refuses_ignored_parameters_in_a_group_with_others_and_changes_nothing():
+    model, _ = made()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
+    ddp, optimizer = DistributedDataParallel(model), sgd(model.parameters(), weight_decay=1e-4)
+    with pytest.raises(
+        ValueError, match=r"\['2.weight', '2.bias'\], which DDP ignores.*a parameter group of their own"
+    ):
+        SparseHookState.for_model(ddp, optimizer)
+    assert [optimizer.param_groups[0][key] for key in ("momentum", "weight_decay")] == [0.9, 1e-4]
+    with pytest.raises(ValueError, match="none of the optimizer's parameters is the model's"):
+        SparseHookState.for_model(ddp, sgd(model[2].parameters()))
+    model[2].requires_grad_(False)  # so that they need no momentum
+    SparseHookState.for_model(ddp, optimizer)
+    assert optimizer.param_groups[0]["momentum"] == 0.0
+
+
 def by_hook(inner, **settings):
     model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
     ddp, optimizer = DistributedDataParallel(model), inner(model.parameters())

@@ -338,7 +338,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         self._unwatch: Callable[[], object] = lambda: None
         self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
         if self._exchange.scheme.selects:
-            self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
+            self._watch.say(self._watch.judgement(optimizer, optimizer.param_groups), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
         watched = (self._trained, buckets) if overlap else ([], [])
         own = weakref.proxy(self)  # its hooks end with the last reference to this, not with a collection of cycles

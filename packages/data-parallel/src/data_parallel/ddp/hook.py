@@ -7,7 +7,7 @@ ddp.register_comm_hook(state, sparse_hook)
 # No `from __future__ import annotations`: DDP looks at the hook's annotations as objects.
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self, Unpack
@@ -148,7 +148,8 @@ class SparseHookState:
             state = SparseHookState.for_model(ddp, optimizer, steps=10_000)
 
         Where the algorithm selects, the momentum of the SGD moves to the state, so that it comes before the selection,
-        and its weight decay, which stays, is divided by 1 − momentum: it is as strong as with momentum after it.
+        and its weight decay, which stays, is divided by 1 − momentum: it is as strong as with momentum after it. Groups
+        of which DDP exchanges nothing, such as experts that it is told to ignore, keep both.
 
         Args:
             ddp: Module without a hook.
@@ -166,18 +167,17 @@ class SparseHookState:
         Raises:
             TypeError: The module is not in DDP.
             ValueError: The optimizer is of another model; or the algorithm selects, and the optimizer is no SGD, has
-                Nesterov's momentum or dampening, or groups with different momenta.
+                Nesterov's momentum or dampening, groups with different momenta, or momentum in a group of which DDP
+                ignores a part.
         """
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel, which has the hook")
-        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if theirs.isdisjoint(map(id, ddp.module.parameters())):
-            raise ValueError("none of the optimizer's parameters is the model's: give the optimizer of this model")
+        groups = _groups_of(optimizer, ddp)
         exchange = {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__}
         checked = Settings.of(cls, exchange)
         if checked.may_select:
             density = scheduled(density, steps, settings.get("compressor"))
-            settings = {"momentum": _momentum_of(optimizer), **settings}
+            settings = {"momentum": _momentum_of(optimizer, groups, ddp), **settings}
         elif steps is not None and checked.algorithm == PowerSGD.name:
             settings["options"] = {"dense_steps": steps // 10, **(checked.options or {})}
         if density is not None:
@@ -185,7 +185,7 @@ class SparseHookState:
         elsewhere = None if ddp.process_group is default_group() else ddp.process_group
         made = cls(**{"process_group": elsewhere, "named_parameters": ddp, **settings})
         ddp.register_comm_hook(made, sparse_hook)
-        for group in optimizer.param_groups if checked.may_select else ():
+        for group in groups if checked.may_select else ():
             if group["momentum"]:
                 group["weight_decay"] /= 1 - made._settings.momentum
                 optimizer.defaults["momentum"] = group["momentum"]  # for another `for_model`
@@ -481,13 +481,24 @@ def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Fut
     return state.exchange(bucket)
 
 
-def _momentum_of(optimizer: Optimizer) -> float:
+def _groups_of(optimizer: Optimizer, ddp: DistributedDataParallel) -> list[dict[str, Any]]:
+    """Parameter groups without those of which DDP exchanges nothing."""
+    ours = {id(p) for _, p in exchanged(ddp)}
+    theirs = [set(map(id, group["params"])) for group in optimizer.param_groups]
+    if ours.isdisjoint(set().union(*theirs)):
+        raise ValueError(
+            "none of the optimizer's parameters is the model's, of those that DDP exchanges: give the optimizer of "
+            "this model"
+        )
+    return [group for group, ids in zip(optimizer.param_groups, theirs, strict=True) if not ids or ids & ours]
+
+
+def _momentum_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], ddp: DistributedDataParallel) -> float:
     """Momentum of an SGD, for the state in its place; that of its constructor where it has been moved."""
     if type(optimizer) is not SGD:
         raise ValueError(
             f"the optimizer is {type(optimizer).__name__}, which learns badly from few gradients. {INSTEAD}"
         )
-    groups = optimizer.param_groups
     if any(group["nesterov"] or group["dampening"] for group in groups):
         raise ValueError(
             "Nesterov's momentum and dampening have no counterpart before the selection: give the SGD neither, or use "
@@ -496,6 +507,13 @@ def _momentum_of(optimizer: Optimizer) -> float:
     momenta = {float(group["momentum"]) for group in groups}
     if len(momenta) > 1:
         raise ValueError(f"groups have the momenta {sorted(momenta)}, but the state has one: give all groups the same")
+    ours, theirs = {id(p) for _, p in exchanged(ddp)}, {id(p) for group in groups for p in group["params"]}
+    mixed = [name for name, p in ddp.module.named_parameters() if id(p) in theirs - ours and p.requires_grad]
+    if mixed and momenta != {0.0}:
+        raise ValueError(
+            f"groups hold {mixed}, which DDP ignores, beside parameters that it exchanges, whose momentum moves to the "
+            "state: give the ignored ones a parameter group of their own, which keeps its momentum"
+        )
     return momenta.pop() or float(optimizer.defaults["momentum"])
 
 
