@@ -175,30 +175,130 @@ def test_a_layer_that_is_trained_again_without_a_new_ddp_is_named():
         backward(ddp, 2)
 
 
-def ignoring(ways):
+def ignoring(ways, said="by torch"):
     """A module of which DDP is told to leave a layer alone, which may differ between ranks; its state in one way."""
     model, _ = made()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
+    names = ["2.weight", "2.bias"]
+    if said == "by torch":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    else:
+        model._ddp_params_and_buffers_to_ignore = names
     ddp = DistributedDataParallel(model)
     if ways == "for_model":
-        return ddp, SparseHookState.for_model(ddp, sgd(ddp.parameters()), density=lambda step: 0.1)
+        return ddp, SparseHookState.for_model(ddp, sgd(groups_of(model)), density=lambda step: 0.1)
     if ways == "hooked":
         return ddp, hooked(ddp, [], {"density": 0.1}, grad_scaler=None, how="")
-    state = SparseHookState(density=0.1, named_parameters=model.named_parameters())
+    state = SparseHookState(density=0.1, named_parameters=ddp if ways == "given DDP" else model.named_parameters())
     ddp.register_comm_hook(state, sparse_hook)
     return ddp, state
 
 
-@pytest.mark.parametrize("ways", ["for_model", "hooked", "by hand"])
-def test_a_layer_that_ddp_ignores_has_no_part_in_the_state_and_none_in_a_resume(ways):
-    ddp, state = ignoring(ways)
+def groups_of(model):
+    """Parameter groups of all but the layer that is ignored, and of that layer."""
+    return [{"params": [*model[0].parameters(), *model[4].parameters()]}, {"params": [*model[2].parameters()]}]
+
+
+@pytest.mark.parametrize(
+    ("ways", "said"),
+    [("by hand", "by torch"), *((w, s) for w in ("for_model", "hooked", "given DDP") for s in ("by torch", "by hand"))],
+)
+def test_a_layer_that_ddp_ignores_has_no_part_in_the_state_and_none_in_a_resume(ways, said):
+    ddp, state = ignoring(ways, said)
     backward(ddp, 0)
     assert residuals(state).keys() == {"0.weight", "0.bias", "4.weight", "4.bias"}
-    other, resumed = ignoring(ways)
+    other, resumed = ignoring(ways, said)
     resumed.load_state_dict(state.state_dict())
     backward(ddp, 1)
     backward(other, 1)
     assert residuals(state).keys() == residuals(resumed).keys()
+
+
+@pytest.mark.parametrize("ways", ["for_model", "hooked", "by hand"])
+def test_a_layer_that_another_ddp_ignores_has_its_part_in_the_state_of_its_own(ways):
+    """As experts do that are in a DDP of their own, among fewer ranks; torch's mark on them stays."""
+    ddp, _ = ignoring("for_model")
+    experts = DistributedDataParallel(ddp.module[2])
+    if ways == "for_model":
+        state = SparseHookState.for_model(experts, sgd(groups_of(ddp.module)), density=0.1)
+    elif ways == "hooked":
+        state = hooked(experts, [], {"density": 0.1}, grad_scaler=None, how="")
+    else:
+        state = SparseHookState(density=0.1, clip_norm=1.0, named_parameters=experts.module.named_parameters())
+        experts.register_comm_hook(state, sparse_hook)
+    experts(torch.ones(1, 6)).sum().backward()
+    assert residuals(state).keys() == {"weight", "bias"}
+
+
+def test_a_mark_of_an_earlier_ddp_leaves_nothing_out_where_the_state_is_given_its_own():
+    """Given pairs, the error names the remedy."""
+
+    def again():
+        ddp, _ = ignoring("for_model")
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ddp.module, [])
+        return ddp.module, DistributedDataParallel(ddp.module)
+
+    model, ddp = again()
+    ddp.register_comm_hook(SparseHookState(density=0.1, named_parameters=model.named_parameters()), sparse_hook)
+    with pytest.raises(ValueError, match=r"not among named_parameters.* or the DDP module itself"):
+        backward(ddp, 0)
+    model, ddp = again()
+    state = SparseHookState.for_model(ddp, sgd(model.parameters()), density=0.1)
+    backward(ddp, 0)
+    assert residuals(state).keys() == dict(model.named_parameters()).keys()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.own = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs):
+        return inputs * self.scale * self.own
+
+
+def test_the_state_has_what_the_reducer_brings_not_what_its_names_say():
+    """Of a parameter of the module itself the reducer goes by the name ".own"."""
+    for name, brought in (("own", {"scale", "own"}), (".own", {"scale"})):
+        model = Scaled()
+        model._ddp_params_and_buffers_to_ignore = [name]
+        ddp = DistributedDataParallel(model)
+        state = SparseHookState(density=0.1, named_parameters=ddp)
+        ddp.register_comm_hook(state, sparse_hook)
+        ddp(torch.ones(2, 3)).sum().backward()
+        assert residuals(state).keys() == brought
+
+
+@pytest.mark.filterwarnings("error:momentum is on twice")
+def test_for_model_leaves_the_group_of_ignored_parameters_alone():
+    """They trained without momentum, and with ten times the weight decay."""
+    model, _ = made()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
+    ddp, optimizer = DistributedDataParallel(model), sgd(groups_of(model), weight_decay=1e-4)
+    SparseHookState.for_model(ddp, optimizer, density=0.1)
+    said = [(group["momentum"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert said == [(0.0, pytest.approx(1e-3)), (0.9, 1e-4)]
+    for step in range(9):
+        backward(ddp, step)
+        optimizer.step()
+    again = SparseHookState.for_model(DistributedDataParallel(model), optimizer, density=0.1)
+    assert again._settings.momentum == 0.9
+    assert said == [(group["momentum"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+def test_for_model_refuses_ignored_parameters_in_a_group_with_others_and_changes_nothing():
+    model, _ = made()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "2.bias"])
+    ddp, optimizer = DistributedDataParallel(model), sgd(model.parameters(), weight_decay=1e-4)
+    with pytest.raises(
+        ValueError, match=r"\['2.weight', '2.bias'\], which DDP ignores.*a parameter group of their own"
+    ):
+        SparseHookState.for_model(ddp, optimizer)
+    assert [optimizer.param_groups[0][key] for key in ("momentum", "weight_decay")] == [0.9, 1e-4]
+    with pytest.raises(ValueError, match="none of the optimizer's parameters is the model's"):
+        SparseHookState.for_model(ddp, sgd(model[2].parameters()))
+    model[2].requires_grad_(False)  # so that they need no momentum
+    SparseHookState.for_model(ddp, optimizer)
+    assert optimizer.param_groups[0]["momentum"] == 0.0
 
 
 def by_hook(inner, **settings):

@@ -338,7 +338,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         self._unwatch: Callable[[], object] = lambda: None
         self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
         if self._exchange.scheme.selects:
-            self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
+            self._watch.say(self._watch.judgement(optimizer, optimizer.param_groups), stacklevel=3)
         buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
         watched = (self._trained, buckets) if overlap else ([], [])
         own = weakref.proxy(self)  # its hooks end with the last reference to this, not with a collection of cycles
@@ -356,7 +356,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
 
         Until `step` or `zero_grad` of this optimizer a backward is a RuntimeError: it would add to the mean what the
-        other ranks do not have.
+        other ranks do not have. Where nonfinite="skip" leaves the step out, no mean stands, and `step` may be left out.
 
         Raises:
             CollectiveError: The same on every rank: a gradient is not finite (see `nonfinite`), or an exchange fails.
@@ -437,7 +437,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         self._unwatch()
 
     def _refuse_backward(self, _: int = 0) -> None:
-        if self._synchronized and not self.superseded:
+        if self._synchronized and self._means.stands and not self.superseded:
             raise RuntimeError(NO_STEP)
 
     def _pauses(self) -> bool:

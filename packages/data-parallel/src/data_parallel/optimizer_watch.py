@@ -108,14 +108,18 @@ class OptimizerWatch:
                 self.awaited.clear()
                 self.say(NOT_REGISTERED.format(size=group.size()), stacklevel=5)
         if held := [p for p in parameters if p in self.given]:
-            self.say(self.judgement(optimizer), stacklevel=5)
+            ours = [group for group in optimizer.param_groups if any(p in self.given for p in group["params"])]
+            self.say(self.judgement(optimizer, ours), stacklevel=5)
             noted = [(p.grad, norm) for p in held if (norm := self.given.pop(p)) is not None and p.grad is not None]
             if noted and _shrunk([norm for _, norm in noted], _norms([part_of(gradient) for gradient, _ in noted])):
                 self.say(CLIPPED.format(owner=self._owner), stacklevel=5)
 
-    def judgement(self, optimizer: Optimizer) -> str | None:
-        """Warning, with a remedy, about an optimizer known to learn badly from selections; None for any other."""
-        name, groups, momentum = type(optimizer).__name__, optimizer.param_groups, self._settings.momentum
+    def judgement(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> str | None:
+        """Warning, with a remedy, about an optimizer known to learn badly from selections; None for any other.
+
+        groups: Those of its parameter groups that are exchanged.
+        """
+        name, momentum = type(optimizer).__name__, self._settings.momentum
         if any("ns_steps" in group for group in groups):
             return MUON.format(name=name) if self._settings.last_density < ENOUGH else None
         if any("betas" in group for group in groups):

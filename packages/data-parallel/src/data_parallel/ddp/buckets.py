@@ -5,13 +5,36 @@ mean, shared by all ranks, of earlier backwards of the same step. A selection wi
 twice. So only the new part may be exchanged.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from communicators import Bucket
+from replicas import check_named_parameters
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from data_parallel.watching import watch
+
+
+def exchanged(given: DistributedDataParallel | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Names and parameters without those that DDP is told to ignore.
+
+    given: The DDP module, which knows them by the reducer's names; or pairs, where torch's marks tell. Marks stay: all
+    have one in a DDP of their own, inside that which ignores them.
+    """
+    if isinstance(given, DistributedDataParallel):
+        theirs = {
+            id(p)
+            for at, module in given.module.named_modules()
+            for name, p in module.named_parameters(recurse=False)
+            if f"{at}.{name}" not in given.parameters_to_ignore
+        }
+        named = [(name, p) for name, p in given.module.named_parameters() if id(p) in theirs]
+        check_named_parameters(named)
+        return named
+    named = list(given)
+    check_named_parameters(named)
+    return [(name, p) for name, p in named if not getattr(p, "_ddp_ignored", False)] or named
 
 
 class Buckets:
@@ -41,7 +64,7 @@ class Buckets:
             if self._all_are_named:
                 raise ValueError(
                     f"DDP brings a parameter of shape {tuple(p.shape)} that is not among named_parameters: "
-                    "give those of the module that DDP wraps, all of them"
+                    "give those of the module that DDP wraps, all of them, or the DDP module itself"
                 )
             name, self._positions[id(p)] = f"parameter {len(self.names)}", len(self.names)
             self.names.append(name)

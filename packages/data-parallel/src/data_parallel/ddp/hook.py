@@ -7,14 +7,14 @@ ddp.register_comm_hook(state, sparse_hook)
 # No `from __future__ import annotations`: DDP looks at the hook's annotations as objects.
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self, Unpack
 
 import torch
 from communicators import Bucket, Communicator, Stats, as_communicator, tracing
-from replicas import STATE_KEY, check_named_parameters, default_group, gathered_state, wholly
+from replicas import STATE_KEY, default_group, gathered_state, wholly
 from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, b
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from data_parallel.ddp.buckets import Accumulated, Buckets
+from data_parallel.ddp.buckets import Accumulated, Buckets, exchanged
 from data_parallel.ddp.saved_layout import SavedBucketLayout
 from data_parallel.exchange import Exchange, Mean
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
@@ -76,10 +76,10 @@ class SparseHookState:
             parameters, because the scaler skips by optimizer. Without a scaler, or with one that is not enabled, a
             non-finite gradient is an error on every rank that names rank and parameter: a CollectiveError out of
             backward(), like every failure of an exchange.
-        named_parameters: All parameters of the module, so that errors and checkpoints name them; without this they are
-            numbered in the order in which DDP first brings them, a new state cannot be a template for
-            torch.distributed.checkpoint, and nothing is said where the hook is never registered. `clip_norm` and
-            algorithm="auto" go by the size of the model, and need them.
+        named_parameters: All parameters of the module, or the DDP module, which knows those that it ignores, so that
+            errors and checkpoints name them; without this they are numbered in the order in which DDP first brings
+            them, a new state cannot be a template for torch.distributed.checkpoint, and nothing is said where the hook
+            is never registered. `clip_norm` and algorithm="auto" go by the size of the model, and need them.
         settings: Keywords of `ExchangeSettings`: density, algorithm, momentum, clip_norm, …. With `momentum`, give the
             optimizer none. "auto" measures the ranks at first use.
 
@@ -113,7 +113,7 @@ class SparseHookState:
         process_group: Any = None,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
-        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        named_parameters: DistributedDataParallel | Iterable[tuple[str, Tensor]] = (),
         **settings: Unpack[ExchangeSettings],
     ) -> None:
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
@@ -123,9 +123,7 @@ class SparseHookState:
         why = "DDP cannot change its group: train without DDP, with a DistributedOptimizer, or wrap anew"
         refuse_elastic("SparseHookState", process_group, why)
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
-        named = list(named_parameters)
-        check_named_parameters(named)
-        named = [(name, p) for name, p in named if not getattr(p, "_ddp_ignored", False)]  # by DDP, which brings none
+        named = exchanged(named_parameters)
         if checked.entry is None and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if checked.clip_norm is not None and not named:
@@ -150,7 +148,8 @@ class SparseHookState:
             state = SparseHookState.for_model(ddp, optimizer, steps=10_000)
 
         Where the algorithm selects, the momentum of the SGD moves to the state, so that it comes before the selection,
-        and its weight decay, which stays, is divided by 1 − momentum: it is as strong as with momentum after it.
+        and its weight decay, which stays, is divided by 1 − momentum: it is as strong as with momentum after it. Groups
+        of which DDP exchanges nothing, such as experts that it is told to ignore, keep both.
 
         Args:
             ddp: Module without a hook.
@@ -168,27 +167,25 @@ class SparseHookState:
         Raises:
             TypeError: The module is not in DDP.
             ValueError: The optimizer is of another model; or the algorithm selects, and the optimizer is no SGD, has
-                Nesterov's momentum or dampening, or groups with different momenta.
+                Nesterov's momentum or dampening, groups with different momenta, or momentum in a group of which DDP
+                ignores a part.
         """
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(f"ddp is a {type(ddp).__name__}, expected a DistributedDataParallel, which has the hook")
-        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if theirs.isdisjoint(map(id, ddp.module.parameters())):
-            raise ValueError("none of the optimizer's parameters is the model's: give the optimizer of this model")
+        groups = _groups_of(optimizer, ddp)
         exchange = {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__}
         checked = Settings.of(cls, exchange)
         if checked.may_select:
             density = scheduled(density, steps, settings.get("compressor"))
-            settings = {"momentum": _momentum_of(optimizer), **settings}
+            settings = {"momentum": _momentum_of(optimizer, groups, ddp), **settings}
         elif steps is not None and checked.algorithm == PowerSGD.name:
             settings["options"] = {"dense_steps": steps // 10, **(checked.options or {})}
         if density is not None:
             settings["density"] = density
         elsewhere = None if ddp.process_group is default_group() else ddp.process_group
-        named = ddp.module.named_parameters()
-        made = cls(**{"process_group": elsewhere, "named_parameters": named, **settings})
+        made = cls(**{"process_group": elsewhere, "named_parameters": ddp, **settings})
         ddp.register_comm_hook(made, sparse_hook)
-        for group in optimizer.param_groups if checked.may_select else ():
+        for group in groups if checked.may_select else ():
             if group["momentum"]:
                 group["weight_decay"] /= 1 - made._settings.momentum
                 optimizer.defaults["momentum"] = group["momentum"]  # for another `for_model`
@@ -484,13 +481,24 @@ def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Fut
     return state.exchange(bucket)
 
 
-def _momentum_of(optimizer: Optimizer) -> float:
+def _groups_of(optimizer: Optimizer, ddp: DistributedDataParallel) -> list[dict[str, Any]]:
+    """Parameter groups without those of which DDP exchanges nothing."""
+    ours = {id(p) for _, p in exchanged(ddp)}
+    theirs = [set(map(id, group["params"])) for group in optimizer.param_groups]
+    if ours.isdisjoint(set().union(*theirs)):
+        raise ValueError(
+            "none of the optimizer's parameters is the model's, of those that DDP exchanges: give the optimizer of "
+            "this model"
+        )
+    return [group for group, ids in zip(optimizer.param_groups, theirs, strict=True) if not ids or ids & ours]
+
+
+def _momentum_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], ddp: DistributedDataParallel) -> float:
     """Momentum of an SGD, for the state in its place; that of its constructor where it has been moved."""
     if type(optimizer) is not SGD:
         raise ValueError(
             f"the optimizer is {type(optimizer).__name__}, which learns badly from few gradients. {INSTEAD}"
         )
-    groups = optimizer.param_groups
     if any(group["nesterov"] or group["dampening"] for group in groups):
         raise ValueError(
             "Nesterov's momentum and dampening have no counterpart before the selection: give the SGD neither, or use "
@@ -499,6 +507,13 @@ def _momentum_of(optimizer: Optimizer) -> float:
     momenta = {float(group["momentum"]) for group in groups}
     if len(momenta) > 1:
         raise ValueError(f"groups have the momenta {sorted(momenta)}, but the state has one: give all groups the same")
+    ours, theirs = {id(p) for _, p in exchanged(ddp)}, {id(p) for group in groups for p in group["params"]}
+    mixed = [name for name, p in ddp.module.named_parameters() if id(p) in theirs - ours and p.requires_grad]
+    if mixed and momenta != {0.0}:
+        raise ValueError(
+            f"groups hold {mixed}, which DDP ignores, beside parameters that it exchanges, whose momentum moves to the "
+            "state: give the ignored ones a parameter group of their own, which keeps its momentum"
+        )
     return momenta.pop() or float(optimizer.defaults["momentum"])
 
 

@@ -37,9 +37,7 @@ def hooked(
         if known != [dict(settings), grad_scaler]:
             raise TypeError("this DDP module has an exchange with other settings already: wrap the model anew")
         return cast(SparseHookState, first)
-    state = SparseHookState(
-        ddp.process_group, grad_scaler=grad_scaler, named_parameters=ddp.module.named_parameters(), **settings
-    )
+    state = SparseHookState(ddp.process_group, grad_scaler=grad_scaler, named_parameters=ddp, **settings)
     ddp.register_comm_hook(state, sparse_hook)
     _EXCHANGED_BY[ddp] = state, dict(settings), grad_scaler
     return state
