@@ -383,6 +383,24 @@ def test_a_selection_is_the_compressor_of_that_name(app: App, select: str, kind:
     assert (type(made), made.density, getattr(made, "seed", 9)) == (kind, 0.25, 9)
 
 
+@pytest.mark.parametrize("algorithm", ["eager-solo", "eager-majority", "eager-quorum"])
+@pytest.mark.parametrize(
+    ("given", "momentum", "nesterov"),
+    [
+        ("", 0.9, True),
+        ("--no-nesterov", 0.9, False),
+        ("--momentum 0", 0.0, False),
+        ("--optimizer adamw", 0.5, False),
+        ("--optimizer adamw --momentum 0.8", 0.8, False),
+    ],
+)
+def test_momentum_is_of_the_kind_for_late_gradients(
+    app: App, algorithm: str, given: str, momentum: float, nesterov: bool
+) -> None:
+    options = parse(["--algorithm", algorithm, *given.split()], app, world_size=None)
+    assert (options.momentum, options.nesterov) == (momentum, nesterov)
+
+
 @pytest.mark.parametrize("algorithm", [name for name, entry in TABLE.items() if entry.nesterov])
 def test_nesterovs_momentum_reaches_sgd(app: App, algorithm: str) -> None:
     options = parse(["--algorithm", algorithm, "--nesterov"], app, world_size=None)

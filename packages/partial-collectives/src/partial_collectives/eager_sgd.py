@@ -37,9 +37,9 @@ class EagerSGD(Wrapping):
     in one step. A late gradient goes into a later round, as one more summand; P is the number of ranks that took part
     in the round: all that live. A parameter without a gradient counts as zeros; those of 16 bits are added up in 32.
     Late gradients act like momentum (Mitliagkas et al., Allerton 2016): models learned better with Nesterov's form of
-    SGD's, and with 0.5 for Adam's first beta. Clipping before `step()` clips this rank's gradient; the mean is clipped by a hook of
-    the wrapped optimizer (`register_step_pre_hook`), which returns nothing. At construction all ranks get rank 0's
-    parameters, and the buffers of `model`.
+    SGD's, and with 0.5 for Adam's first beta. Clipping before `step()` clips this rank's gradient; the mean is clipped
+    by a hook of the wrapped optimizer (`register_step_pre_hook`), which returns nothing. At construction all ranks get
+    rank 0's parameters, and the buffers of `model`.
 
     The module is a plain one: DDP round it would sum dense gradients first, and wait for all ranks. A warning says so
     only where it is seen: `model` is or holds a DDP module, or all names begin with "module.".

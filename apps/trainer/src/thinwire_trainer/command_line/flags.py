@@ -98,7 +98,7 @@ def _from_file(
         others |= owners(table).keys() - {flag.name for flag in table[algorithm].flags}
         then = table.get(str(recorded.get("algorithm")))
         if then not in (None, table[algorithm]):
-            usual = {name: defaults[name] for name in ("lr", "momentum")}
+            usual = {name: defaults[name] for name in ("lr", "momentum", "nesterov")}
             usual |= {flag.name: app.defaults.get(flag.name, flag.default) for flag in then.flags}
             usual |= optimizer_defaults(then, optimizer)
             others |= {name for name, value in usual.items() if file.get(name) == value}
@@ -122,7 +122,7 @@ def _checked(
         raise RunError("--inject-delay names ranks, and those of --elastic change: leave it out")
     _check_overlap(given, entry)
     _check_optimizer(given, entry, said)
-    _check_momentum(given, entry)
+    _check_momentum(given, entry, said)
     _check_rate(given)
     _check_machine(given)
     _check_output(given)
@@ -237,15 +237,20 @@ def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> N
 
 
 def optimizer_defaults(entry: Entry, optimizer: str) -> Mapping[str, float]:
-    """Settings of this optimizer under this algorithm that are not the app's, by name, where they are not given."""
+    """Settings of this optimizer under this algorithm that are not the app's, by name, where they are not given.
+
+    AdamW has less momentum where updates wait, or gradients come late: those have Nesterov's form of SGD's.
+    """
     if optimizer == "sgd":
         return entry.defaults
-    adamw = ADAMW_MOMENTUM if entry.nesterov else ADAMW_MOMENTUM_WAITING
-    momentum = MUON_MOMENTUM if optimizer == "muon" else entry.defaults.get("momentum", adamw)
-    return {"lr": ADAMW_RATE, "momentum": momentum}
+    at_once = entry.nesterov and "nesterov" not in entry.defaults
+    adamw = ADAMW_MOMENTUM if at_once else ADAMW_MOMENTUM_WAITING
+    return {"lr": ADAMW_RATE, "momentum": MUON_MOMENTUM if optimizer == "muon" else adamw}
 
 
-def _check_momentum(given: Namespace, entry: Entry) -> None:
+def _check_momentum(given: Namespace, entry: Entry, said: Collection[str]) -> None:
+    if not given.momentum and "nesterov" not in said:
+        given.nesterov = False
     if not given.nesterov:
         return
     if not entry.nesterov:

@@ -52,11 +52,11 @@ OPTIMISATION = (
     Flag(
         "momentum",
         0.9,
-        "of SGD, sparse: before selection, as in DGC; of adamw β1 (default: %(default)g; adamw, sparse: "
-        f"{ADAMW_MOMENTUM_WAITING:g}; eager-*: 0.5; muon: {MUON_MOMENTUM}; demo: 0)",
+        "of SGD, sparse: before selection, as in DGC; of adamw β1 (default: %(default)g; adamw, sparse or eager: "
+        f"{ADAMW_MOMENTUM_WAITING:g}; muon: {MUON_MOMENTUM}; demo: 0)",
         read=quantities.momentum,
     ),
-    Flag("nesterov", False, "Nesterov's momentum; not of sparse gradients"),
+    Flag("nesterov", False, "Nesterov's momentum, default of eager-* with SGD; not of sparse gradients"),
     Flag("weight_decay", 0.0, "pull of the parameters towards 0", read=quantities.non_negative, metavar="W"),
     Flag(
         "clip_norm",

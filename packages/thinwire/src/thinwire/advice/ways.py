@@ -246,7 +246,7 @@ def _torch_local(ours: Way) -> Way:
 
 
 def for_late_gradients(optimizer: Optimizer) -> None:
-    """Sets what learns better beside late gradients, which act like momentum: SGD's to Nesterov's form, Adam's lower."""
+    """Sets what learns better, as late gradients act like momentum: Nesterov's form of SGD's, less of Adam's."""
     for group in optimizer.param_groups:
         if "nesterov" in group:
             group["nesterov"] = bool(group["momentum"] and not group["dampening"])
