@@ -139,7 +139,7 @@ RUNS = {
     "run-dense": "--algorithm dense",
     "run-gtopk": "--algorithm gtopk --density 0.25",
     "run-diloco": "--algorithm diloco --sync-every 3 --outer-rate 0.5 --outer-momentum 0.5",
-    "run-eager": "--algorithm eager-solo",
+    "run-eager": "--algorithm eager-solo --no-nesterov",
 }
 ALONE = {"error-feedback": fed_back, "hook": hooked}
 CASES = [*PERIODIC, *OPTIMIZERS, *ALONE, *RUNS]

@@ -146,7 +146,7 @@ def test_momentum_is_adamws_first_beta_and_less_where_updates_wait(app: App, alg
             parse(["--optimizer", "adamw", "--algorithm", algorithm], app, world_size=None)
         return
     given = parse(["--optimizer", "adamw", "--algorithm", algorithm], app, world_size=None)
-    assert given.momentum == (0.9 if entry.nesterov else 0.5)
+    assert given.momentum == (0.9 if entry.nesterov and not algorithm.startswith("eager") else 0.5)
     for momentum in (given.momentum, 0.7):
         inner = adamw(replace(given, momentum=momentum), torch.nn.Linear(2, 2))
         assert inner.param_groups[0]["betas"] == (momentum, 0.999)

@@ -17,6 +17,8 @@ from partial_collectives.result import PartialResult
 from partial_collectives.settings import as_facts, changes, check_steps, check_verify, refuse_changed, settings_of
 from partial_collectives.stragglers import Lateness
 
+COUNTS = ("applied", "gradients", "unscheduled")
+
 
 class EagerSGD(Wrapping):
     """Wraps an optimizer so that nobody waits for the last rank's gradient (Li et al., PPoPP 2020).
@@ -264,7 +266,7 @@ class EagerSGD(Wrapping):
             self._load(state_dict)
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
-        needs = ("rounds", "applied", "gradients", "unscheduled", "settings", "scheduler")
+        needs = ("rounds", "applied", "gradients", "settings", "scheduler")
         wrapped, own = self.parts_of_state(state_dict, needs, anyones="met")
         for name, now in (("weighted", self._weighted), ("scheduler", _name(self.scheduler))):
             if (then := own["settings"][name]) != now:
@@ -273,6 +275,7 @@ class EagerSGD(Wrapping):
             raise ValueError(
                 "the state was not taken over an Elastic after synchronize(): take it there, before a step"
             )
+        own = {"unscheduled": 0, **own}  # before schedules went by gradients it was not there
         check_like(own, {"applied": 0, "gradients": 0, "unscheduled": 0, "rounds": {"machine": {"round": 0}}}, "")
         load_into(self.optimizer, wrapped)
         self.load_shared_state(own)
@@ -287,13 +290,11 @@ class EagerSGD(Wrapping):
 
     def shared_state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        counts = {"applied": self.applied, "gradients": self.gradients, "unscheduled": self._unscheduled}
+        counts = dict(zip(COUNTS, (self.applied, self.gradients, self._unscheduled), strict=True))
         return {**counts, "scheduler": scheduler, "known": self._known}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        self.applied, self.gradients, self._unscheduled = (
-            state[name] for name in ("applied", "gradients", "unscheduled")
-        )
+        self.applied, self.gradients, self._unscheduled = map(state.__getitem__, COUNTS)
         self._known = state.get("known") or settings_of(self.optimizer)  # a checkpoint has none
         if self.scheduler is not None:
             load_into(self.scheduler, state["scheduler"])

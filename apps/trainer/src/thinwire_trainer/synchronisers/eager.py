@@ -97,7 +97,9 @@ class Eager(Synchroniser):
 
     def load_state_dict(self, state: State) -> None:
         """Load a state."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        own = state["optimizer"][KEY]
+        settings = own["settings"] | {"scheduler": type(self.rates).__name__}  # of another class in runs before 0.1.0
+        self.optimizer.load_state_dict(state["optimizer"] | {KEY: own | {"settings": settings}})
         self.steps = state["eager_steps"]
 
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
