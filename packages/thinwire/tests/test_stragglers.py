@@ -301,8 +301,16 @@ def test_the_advice_names_late_ranks_and_tells_programs():
     assert "late" not in as_text(situation(None)).replace("later", "")
 
 
-def test_what_does_not_wait_is_passed_over_while_nobody_knows_how_it_learns():
-    found = recommend(situation(Stragglers.told({5.0: 0.2}), ranks=8))
+@pytest.mark.parametrize(("optimizer", "data"), [("adam", "text/recurrent"), ("adamw", "images")])
+def test_what_does_not_wait_is_recommended_where_it_is_known_to_learn(optimizer, data):
+    late = Stragglers.told({5.0: 0.2})
+    found = recommend(situation(late, ranks=8, optimizer=optimizer, data=data))
+    assert found.step.prediction.algorithm.startswith("eager")
+    assert "EagerSGD(" in found.text
+
+
+def test_what_does_not_wait_is_passed_over_where_it_learned_worse():
+    found = recommend(situation(Stragglers.told({5.0: 0.2}), ranks=8, data="text/transformer"))
     assert "passed over: eager" in found.reason
     assert not found.step.prediction.algorithm.startswith("eager")
 
