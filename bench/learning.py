@@ -67,8 +67,10 @@ class Learning:
     seeds: int = 3  # of --full
 
 
+AS_DENSE = dict.fromkeys(("eager-solo", "eager-majority", "eager-quorum"), "--no-nesterov")
+
 TASKS = {
-    "digits": Learning(words="--dnn resnet20 --dataset digits", name="learning", epochs=20),
+    "digits": Learning(words="--dnn resnet20 --dataset digits", name="learning", epochs=20, settings=AS_DENSE),
     "pydoc": Learning(
         app=TEXT,
         words="--dnn lstm-small --dataset pydoc --hidden 64 --batch-size 8",
@@ -76,7 +78,7 @@ TASKS = {
         epochs=4,
         measure=lambda row: float(row["perplexity"]),
         behind=lambda mean, dense: 100 * (mean / dense - 1),
-        settings={"dense": "--clip-norm 0.125", "gtopk": "--lr 16", "diloco": "--lr 4"},  # see docs/apps/text.md
+        settings={"dense": "--clip-norm 0.125", "gtopk": "--lr 16", "diloco": "--lr 4"} | AS_DENSE,  # docs/apps/text.md
     ),
     "averaging": Learning(
         words="--dataset digits",
