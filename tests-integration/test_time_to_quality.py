@@ -98,7 +98,8 @@ def test_what_is_advised_is_the_case_that_trains_so():
     assert case_of(said("torch-powersgd", rank=8)) == Case("torch PowerSGD hook rank 8")
     assert case_of(said("local-sgd", sync_every=4, compress="int8")) == Case("local-sgd int8")
     assert case_of(said("torch-local-sgd", sync_every=4)) == Case("torch PostLocalSGD")
-    assert case_of(said("eager-solo")) is None
+    assert case_of(said("eager-solo")) == Case("eager-solo")
+    assert case_of(said("diloco", sync_every=7)) is None
 
 
 def test_a_turn_is_whole_periods_that_last_long_enough_on_the_slowest_rank(monkeypatch):
