@@ -18,7 +18,6 @@ from sparse_compress import arguments
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.advice.accuracy import DATA, data_of
 from thinwire.advice.measuring import Trained, device_of, find_out, join, on_every_rank, other_dtype, told
@@ -113,13 +112,7 @@ class Plan:
         return as_text(self.situation)
 
     def apply(
-        self,
-        model: Model,
-        optimizer: Optimizer,
-        *,
-        steps: int | None = None,
-        comm: Any = None,
-        scheduler: LRScheduler | None = None,
+        self, model: Model, optimizer: Optimizer, *, steps: int | None = None, comm: Any = None, scheduler: Any = None
     ) -> tuple[Model, Optimizer]:
         """Does what it says; collective over the ranks. Returns the model as it was given, and the optimizer to step.
 
