@@ -203,8 +203,9 @@ def test_an_algorithm_learns_a_task_with_its_own_settings(name):
     task = TASKS[name]
     for algorithm in TABLE:
         asked = parse(asking(task, algorithm, epochs=3, seed=1), task.app, world_size=4)
-        given = task.settings.get(algorithm, "").split()
-        flags = asked.flags()
-        for flag, value in zip(given[::2], given[1::2], strict=True):
-            assert str(flags[flag.removeprefix("--").replace("-", "_")]) in (value, f"{value}.0")
+        given, flags = iter(task.settings.get(algorithm, "").split()), asked.flags()
+        for flag in given:
+            negated, name = flag.startswith("--no-"), flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+            value = "False" if negated else next(given)
+            assert str(flags[name]) in (value, f"{value}.0")
         assert (asked.algorithm, asked.max_epochs, asked.seed) == (algorithm, 3, 1)
