@@ -440,6 +440,19 @@ def test_eager_sgd_steps_the_scheduler_that_it_is_given():
     assert SimulatedWorld(3).run(body) == [1e-2 * 0.5**2] * 3
 
 
+def test_momentum_is_of_the_kind_for_late_gradients():
+    p = [torch.nn.Parameter(torch.ones(3))]
+    adam, sgd, plain = torch.optim.Adam(p), torch.optim.SGD(p, momentum=0.9), torch.optim.SGD(p)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(adam, 0.1, total_steps=5)
+    for each in (adam, sgd, plain):
+        for_late_gradients(each)
+    assert [each.param_groups[0]["nesterov"] for each in (sgd, plain)] == [True, False]
+    for _ in range(4):
+        adam.step()
+        cycle.step()
+        assert adam.param_groups[0]["betas"] == (0.5, 0.999)
+
+
 @pytest.mark.parametrize("steps", [-5, 1e4, math.nan, "x", True])
 def test_steps_are_checked_before_anything_is_made(steps):
     for name in ("local-sgd sync_every=4", "diloco sync_every=30", "gtopk", "powersgd rank=2", "dense in bf16"):

@@ -66,7 +66,7 @@ class Synchroniser(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """This rank's optimizer step, and that of the learning rate, where that does not go by rounds."""
+        """This rank's optimizer step, and that of the learning rate, where that does not go by all ranks' gradients."""
 
     def average(self) -> None:  # noqa: B027 - some have nothing to average after the update
         """Average parameters with other ranks, after the update. Waits as long as this rank cannot go on."""

@@ -246,13 +246,18 @@ def _torch_local(ours: Way) -> Way:
 
 
 def for_late_gradients(optimizer: Optimizer) -> None:
-    """Sets what learns better, as late gradients act like momentum: Nesterov's form of SGD's, less of Adam's."""
+    """Sets what learns better, as late gradients act like momentum: Nesterov's form of SGD's, less of Adam's.
+
+    Of Adam's also that which a OneCycleLR sets.
+    """
     for group in optimizer.param_groups:
         if "nesterov" in group:
             group["nesterov"] = bool(group["momentum"] and not group["dampening"])
         if "betas" in group:
             first, *others = group["betas"]
             group["betas"] = (min(first, BETA1), *others)
+            for name in {"base_momentum", "max_momentum"} & group.keys():
+                group[name] = min(group[name], BETA1)
 
 
 def _eager(quorum: Literal["solo", "majority"]) -> Way:
