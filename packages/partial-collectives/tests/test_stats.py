@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from communicators import Dies, Elastic, Link, SimulatedWorld
+from communicators import Dies, Elastic, Link, SimulatedWorld, barrier
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, PartialAllreduce
@@ -94,7 +94,9 @@ def test_rounds_under_way_while_this_rank_computes_are_hidden():
 def test_bytes_count_from_when_it_is_made():
     def body(comm):
         with PartialAllreduce(torch.zeros(NUMEL), comm) as partial:
-            return partial.stats()["bytes_sent"]
+            sent = partial.stats()["bytes_sent"]
+            barrier(comm)  # nobody leaves, for which others send, before all have looked
+            return sent
 
     assert on_all(ranks(2), body) == [0, 0]  # not the barriers by which its communicators are made
 
