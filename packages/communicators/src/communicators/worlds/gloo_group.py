@@ -160,7 +160,8 @@ class GlooGroup:
         """Ends what is in flight, then the threads, then the group: a thread that waits at exit aborts the process.
 
         A wait that is in vain closes all connections, and so ends all others. It is one for a message that nobody
-        sends: who waits for another's message may take it, and that one waits for ever.
+        sends: who waits for another's message may take it, and that one waits for ever. A send that gloo had begun to
+        write it forgets instead (2.13 and before): the thread of that one stays behind.
         """
         made, self._made = self._made, []
         for by, peer in itertools.product(made, self.others):
