@@ -60,7 +60,7 @@ def test_who_has_left_or_comes_late_is_told_so():
         return str(told.value)
 
     leaver, _, late = SimulatedWorld(3).run(body)
-    assert leaver.startswith("this rank has left, as leave() asks: where leaving is True, call neither finish() nor")
+    assert leaver.startswith("this rank has left, as leave() asks: where leaving is True, end a loop over")
     assert "was left out of generation 4 with which the training has ended" in late
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from communicators import Alone, CollectiveError, SimulatedWorld, schedules
-from data_parallel import DenseCompressor, DistributedOptimizer, SparseHookState
+from data_parallel import DenseCompressor, DistributedOptimizer, SparseHookState, sparse_hook
 from data_parallel.testing import check_dense_laws
 from sparse_collectives import DenseReduction
 from sparse_collectives.algorithms.gtopk import GTopK
@@ -179,6 +180,99 @@ def of_a_tuple(self, accumulated, rank, size):
 def test_what_a_schedule_must_not_return(schedule, says):
     with pytest.raises(CollectiveError, match=says):
         SimulatedWorld(2).run(lambda comm: train(comm, [0], algorithm=named("mine", schedule=schedule)))
+
+
+@dataclass(frozen=True)
+class Columns(Rounded):
+    """Keeps its dropped values in its state too, with a graph, as a column or a row."""
+
+    name = "columns"
+    dim: int = 1
+
+    def initial_state(self, numel):
+        return {"step": 0, "pair": torch.zeros(numel, 2) if self.dim else torch.zeros(2, numel)}
+
+    def schedule(self, accumulated, rank, size, state):
+        pair = torch.stack([accumulated.round(), accumulated - accumulated.round()], self.dim).requires_grad_()
+        total = yield from schedules.allreduce(pair.select(self.dim, 0).contiguous(), rank, size)
+        state["pair"] = pair.detach()
+        state["step"] += 1
+        return DenseReduction(total, pair.select(self.dim, 1))
+
+
+@dataclass(frozen=True)
+class Mistaken(Columns):
+    """Counts on a rank of its own."""
+
+    def schedule(self, accumulated, rank, size, state):
+        before = state["step"]
+        reduction = yield from super().schedule(accumulated, rank, size, state)
+        if rank:
+            state["step"] = before
+        return reduction
+
+
+class Ones(nn.Module):
+    """One parameter of two layouts, of which one takes part in even steps alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 2), nn.Linear(5, 3)
+
+    def forward(self, x, both):
+        return self.a(x).square().sum() + (self.b(x).square().sum() if both else 0)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("steps", [5, 6])
+def test_what_waits_is_kept_as_it_is_however_it_lies(dim, steps):
+    """Under DDP, where parameters take no part in some steps."""
+
+    def trained(algorithm):
+        torch.manual_seed(0)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            ddp = nn.parallel.DistributedDataParallel(Ones(), find_unused_parameters=True)
+            state = SparseHookState(algorithm=algorithm, named_parameters=ddp.module.named_parameters())
+            ddp.register_comm_hook(state, sparse_hook)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+            for step in range(steps):
+                optimizer.zero_grad()
+                ddp(torch.randn(8, 5), step % 2 == 0).backward()
+                optimizer.step()
+            own = state.state_dict()["distributed"]
+            kept = [int(kept["pair"].select(dim, 1).count_nonzero()) for _, kept in own["algorithm_state"]]
+            assert kept in ([], [30 if steps % 2 else 12]), "the residual of an unused part was added to the state"
+            return [p.detach() for p in ddp.parameters()], list(own["residuals"].values())
+        finally:
+            dist.destroy_process_group()
+
+    for mine, plain in zip(trained(Columns(dim=dim)), trained(ROUNDED), strict=True):
+        assert all(map(torch.equal, mine, plain))
+        assert not any(one.requires_grad for one in mine)
+
+
+def test_ranks_that_count_differently_are_told():
+    with pytest.raises(CollectiveError, match=r"state=of 1 to 1 calls.*state=new|state=new.*state=of 1 to 1 calls"):
+        SimulatedWorld(2).run(lambda comm: train(comm, range(2), algorithm=Mistaken()))
+
+
+def test_a_state_that_does_not_fit():
+    """One that lacks a key is refused; of another bucket it gives way, and nothing is lost."""
+
+    def body(comm):
+        saved = train(comm, range(2), algorithm=Columns())
+        state = saved[3]["distributed"]
+        state = {**state, "algorithm_state": [(key, {}) for key, _ in state["algorithm_state"]]}
+        emptied = *saved[:3], {**saved[3], "distributed": state}, saved[4]
+        with pytest.raises(ValueError, match="the state of columns lacks pair, step: was it saved by another version"):
+            train(comm, [2], algorithm=Columns(), saved=emptied)
+        given, applied, rest, *_ = train(comm, range(2, 4), algorithm=Columns(), saved=saved, bucket_bytes=24)
+        return saved[0] + given, applied, rest
+
+    results = SimulatedWorld(2).run(body)
+    given, rest = (sum(result[i] for result in results) for i in (0, 2))
+    assert torch.equal(given, results[0][1] + rest)
 
 
 def test_errors_name_the_rank_and_the_settings_of_the_others():

@@ -13,7 +13,7 @@ from communicators.origin import as_communicator
 from communicators.paths import Paths, measure_paths
 from communicators.schedule import SLOT_BYTES, Elapse, Payload, Received, Round, Schedule
 from communicators.schedules.by_rate import shares_by_rate
-from communicators.settings import check_settings
+from communicators.settings import check_settings, comparable
 from communicators.signals import Attempt, Signals
 from communicators.simulated.network import BoardLost, Corrupts, Dies, LinkLost
 from communicators.simulated.world import SimulatedWorld
@@ -55,6 +55,7 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "check_settings",
+    "comparable",
     "leave",
     "measure_link",
     "measure_paths",

@@ -126,11 +126,10 @@ class Exchange:
     def begin_step(self) -> None:
         """Ends the last step, if nothing else has told that it is over, and sets the density before a first selection.
 
-        Raises the compressor's errors for an invalid density.
+        Raises TypeError or ValueError for an invalid density.
         """
         self.skipped += not self.commit_or_rollback()
-        if self.settings.density is not None:
-            self.settings.compressor.density = self.settings.density(self.taken)
+        self.settings.begin_step(self.taken)
 
     def share(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         """Makes facts of the step that begins, unless `verify` is 0: the first parameters, and the groups' settings."""

@@ -173,7 +173,7 @@ def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: b
                 totals[name] += heir[kind][name]
             totals[name].mul_(size).div_(len(owns))
     of_the_world = saved_by(rank, size, RESHARD)
-    rest = {key: value for key, value in owns[0].items() if key not in of_the_world}
+    rest = {key: value for key, value in owns[rank % len(owns)].items() if key not in of_the_world}
     return {**of_the_world, **without_looks(rest), **error_state, "algorithm_state": []}
 
 

@@ -30,7 +30,7 @@ class Sparsifier(Protocol):
         """Selects what to send of a 1-D tensor plus the residual of that name; the residual keeps the rest."""
 
     def restore(self, name: str, dropped: Any, /) -> None:
-        """Adds to the residual what a sum over ranks dropped."""
+        """Adds to the residual what a sum over ranks dropped; all that `compress` gave, if the sum is not applied."""
 
     def state_dict(self) -> dict[str, Any]:
         """All residuals."""
@@ -81,6 +81,10 @@ class ResidualSum(ABC):
 
     def mean(self, selected: Selected, result: Any, weight: float) -> Tensor:
         """Mean over ranks as a vector, of their total weight."""
+        if not hasattr(result, "total"):
+            raise TypeError(
+                f"allreduce returned a {type(result).__name__}, expected something with .total and .dropped"
+            )
         dense: Tensor = result.total if isinstance(result.total, Tensor) else result.total.to_dense()
         given = selected.given
         if dense.numel() != given.numel():
@@ -215,8 +219,8 @@ def compressed(compress: Compress, allreduce: Allreduce | None) -> ResidualSum |
         TypeError: `compress` is of another type, or a compressor without an allreduce.
         ValueError: `compress` is another word, tentative, or has momentum, or there is an allreduce but no compressor.
     """
-    plain = compress is None or isinstance(compress, str)
-    if not (compress is None or compress in BITS if plain else isinstance(compress, Sparsifier)):
+    plain, a_class = compress is None or isinstance(compress, str), isinstance(compress, type)
+    if not (compress is None or compress in BITS if plain else isinstance(compress, Sparsifier) and not a_class):
         raise (ValueError if plain else TypeError)(
             f"compress is {compress!r}, expected None, one of {tuple(BITS)}, or a compressor with error feedback: "
             "compress(name, delta), restore(name, dropped), state_dict() and load_state_dict()"

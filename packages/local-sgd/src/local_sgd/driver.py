@@ -32,6 +32,7 @@ class Block:
 
     every: τ; a new value counts from the next block on. steps: in all blocks; done: in this one, of `length` (1 before
     the first step where τ is a function); weight: the sum of the weights of its steps; boundaries: exchanges so far.
+    rates: learning rates of the last step, by group, noted for rules that need them; [] before it.
     """
 
     def __init__(self, every: Every) -> None:
@@ -40,6 +41,7 @@ class Block:
         self.every, self.length = every, 1 if callable(every) else every
         self.steps = self.done = self.boundaries = 0
         self.weight = 0.0
+        self.rates: list[float] = []
 
     def count(self, weight: float) -> bool:
         """Counts one step; returns whether it was the block's last."""
@@ -60,6 +62,11 @@ class Block:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters."""
         vars(self).update({name: state[name] for name in COUNTERS})
+
+
+def rates_of(groups: list[dict[str, Any]]) -> list[float]:
+    """Learning rate of each parameter group, NaN where it has none."""
+    return [float(group.get("lr", math.nan)) for group in groups]
 
 
 class Driver:
@@ -256,6 +263,7 @@ class Driver:
             "rates": [rates.get(group, 0.0) for group in range(len(self.owner.param_groups))],
             "parameters": digest(self.owner.trained),
             "drained": self.drained,
+            **({"stepped": self.block.rates} if self.block.rates and self.block.done else {}),
             **({"residuals": residuals} if residuals else {}),
             **own,
         }
@@ -272,7 +280,7 @@ class Driver:
         groups, plain = self.owner.param_groups, {"turn": 0, "launched": 0, "drained": False, "parameters": -1}
         rate = 0.0 if all("lr" in group for group in groups) else math.nan
         check_like({"turn": 0, "launched": 0, **state}, plain, "")
-        check_like(state, {"rates": [rate], "block": self.block.state_dict()}, "")
+        check_like({"stepped": [], **state}, {"rates": [rate], "stepped": [rate], "block": self.block.state_dict()}, "")
         rounded = [part for part in self.parts if part.remainder is not None]
         refuse_other_shapes("remainders", state.get("remainders", {}), rounded)
         for name in self.rule.kept:
@@ -306,6 +314,7 @@ class Driver:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.block.load_state_dict(state["block"])
+        self.block.rates = list(state.get("stepped", []))
         for part in self.parts:
             if part.remainder is not None:
                 part.remainder = part.flat_of(state["remainders"])
@@ -498,8 +507,11 @@ class Driver:
         return xs
 
     def _set_rates(self, fragment: Fragment) -> None:
-        """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all."""
-        own = [group.get("lr", math.nan) for group in self.owner.param_groups]
+        """Sets the parts' learning rates; where the rule counts in them, the mean over ranks, the same on all.
+
+        Those of the last step, even where a scheduler has set the next one's already.
+        """
+        own = self.block.rates or rates_of(self.owner.param_groups)
         rates = torch.tensor(own, dtype=torch.float64, device="cpu")
         if self.rule.needs_rate:
             facts = f"learning rates of {self.what}"

@@ -13,7 +13,7 @@ from replicas import Buffers, Wrapping, load_into, restored
 from torch import nn
 from torch.optim import Optimizer
 
-from local_sgd.driver import Block, Driver
+from local_sgd.driver import Block, Driver, rates_of
 from local_sgd.parts import by_name, digest
 from local_sgd.rule import Rule, check_rule
 from local_sgd.settings import Every, Settings, check_settings, number
@@ -177,6 +177,7 @@ class PeriodicAveraging(Wrapping):
                 "nothing, and go apart. Call optimizer.average() after every optimizer.step()",
                 stacklevel=3,
             )
+        self._block.rates = rates_of(self.param_groups) if self.rule.needs_rate else []
         loss = self._take_step(closure)
         self._unseen = unseen  # not where it failed, so that its state can be saved
         return loss
@@ -288,8 +289,9 @@ class PeriodicAveraging(Wrapping):
         Load the model's parameters from this rank's own model, after the optimizer was made and before its first step,
         which checks them. A state taken after `drain` or `finish` is alike on all ranks, but for the wrapped
         optimizer's part: any rank's may be loaded on every rank, of any number of ranks. Settings such as `sync_every`
-        and `buffers` are this optimizer's own: a state goes on under others, too. The next boundary checks that all
-        ranks have loaded states of the same boundary, and raises a CollectiveError otherwise.
+        and `buffers` are this optimizer's own: a state goes on under others, too. Those of the wrapped and of an outer
+        optimizer, such as rates, are the state's, as torch loads them. The next boundary checks that all ranks have
+        loaded states of the same boundary, and raises a CollectiveError otherwise.
 
         Args:
             state_dict: Result of `state_dict` on this rank, or of `gathered_state_dict` on rank 0.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from communicators import Bucket, check_settings
+from communicators import Bucket, check_settings, comparable
 from torch import Tensor
 
 
@@ -92,7 +92,7 @@ class Rule:
         own: Those names of state of which every rank has its own; the others are compared with `verify`.
         overlaps: Whether the mean at a boundary is of what the last boundary returned, which travels meanwhile.
         mean_is_model: Whether the model is the mean over ranks, rather than the first anchor; anchors may be left out.
-        needs_rate: Whether parameter groups must have an "lr", whose mean over ranks is `part.rate`.
+        needs_rate: Whether parameter groups must have an "lr", whose mean over ranks, at the last step, is `part.rate`.
         defaults: Settings that `prepare` filled in, as they were before.
     """
 
@@ -195,7 +195,7 @@ class Rule:
 
     def shared(self) -> dict[str, Any]:
         """Settings that ranks must share, by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.repr}  # type: ignore[arg-type]
+        return {one.name: comparable(getattr(self, one.name)) for one in fields(self) if one.repr}  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """State beside anchors and momenta, by names of its own."""

@@ -104,7 +104,13 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     if len(set(saved)) < len(saved) or not all(isinstance(state["state"].get(number, {}), dict) for number in saved):
         raise ValueError(f"the wrapped optimizer's state is not by parameter, of which it has {saved!r:.200}")
     before = optimizer.param_groups
-    optimizer.load_state_dict(copy.deepcopy(dict(state)))  # torch would go on in the given tensors
+    try:
+        optimizer.load_state_dict(copy.deepcopy(dict(state)))  # torch would go on in the given tensors
+    except KeyError as error:
+        raise ValueError(
+            f"a {type(optimizer).__name__} does not find {error} in the state: it was damaged, or belongs into the "
+            "kind of optimizer that saved it"
+        ) from error
     for given, group, own in zip(state["param_groups"], optimizer.param_groups, before, strict=True):
         settings, others = {key: own[key] for key in optimizer.defaults if key in own}, given.keys() - own - SCHEDULED
         lacking = settings.keys() - (given if others else group)  # torch fills in those of other kinds, too

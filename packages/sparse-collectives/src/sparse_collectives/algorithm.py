@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
-from communicators import SLOT_BYTES, Communicator, Schedule, schedules
+from communicators import SLOT_BYTES, Communicator, Schedule, comparable, schedules
 from numpy.typing import NDArray
 from sparse_compress import Selection, SparseVector, add, arguments, merge
 from torch import Tensor
@@ -326,24 +326,17 @@ class Algorithm(ABC):
     @cached_property
     def settings(self) -> list[str]:
         """The options as text, which all ranks must share; made once, because every call asks."""
-        return [f"{key}={value}" for key, value in self.options.items()]
+        return [f"{key}={comparable(value)}" for key, value in self.options.items()]
 
     def facts(self, *what: str, state: State | None = None) -> str:
         """All that ranks must share, as text: of the call, the options, a wire of fewer bytes, and the state's age.
-
-        The age is its "step" between powers of two, because a new fact costs ranks an agreement.
 
         Args:
             *what: Facts of the call.
             state: That of the calls before, of one that keeps any.
         """
         wire = [f"wire={self.wire.name}"] if self.wire is not RAW else []
-        calls: Any = (state or {}).get("step")
-        age = []
-        if is_count(calls):
-            below = 1 << calls.bit_length()
-            age = [f"state=of {below // 2} to {below - 1} calls" if calls else "state=new"]
-        return f"{self.name}({', '.join([*what, *self.settings, *wire, *age])})"
+        return f"{self.name}({', '.join([*what, *self.settings, *wire, *age_of(state)])})"
 
     def given(self, options: Mapping[str, Any] | None) -> Self:
         """The same algorithm with these options, in the types of their defaults.
@@ -356,6 +349,21 @@ class Algorithm(ABC):
             ValueError: An unknown name.
         """
         return replace(self, **check_options(self.name, self.options, options)) if options is not None else self
+
+
+def age_of(state: State | None) -> list[str]:
+    """Calls that a state counts as its "step", as a fact; [] for a state that counts none.
+
+    Between powers of two, because a new fact costs ranks an agreement.
+
+    Args:
+        state: Of the calls before.
+    """
+    calls: Any = state.get("step") if isinstance(state, Mapping) else None
+    if not is_count(calls):
+        return []
+    below = 1 << calls.bit_length()
+    return [f"state=of {below // 2} to {below - 1} calls" if calls else "state=new"]
 
 
 def check_options(name: str, defaults: Mapping[str, Any], given: object) -> dict[str, Any]:

@@ -88,9 +88,19 @@ def _check_conservation(make: Callable[[int], Compressor], numel: int) -> None:
         assert torch.allclose(held, total, rtol=0, atol=1e-3), (
             f"{feedback.compressor}: sent and residual are {held}, accumulated {total}"
         )
-    fresh = make(numel)
-    if isinstance(fresh, StatefulCompressor) and isinstance(feedback.compressor, StatefulCompressor):
-        fresh.load_state_dict(reloaded(feedback.compressor.state_dict(), fresh))
+    if isinstance(feedback.compressor, StatefulCompressor):
+        reloaded(feedback.compressor.state_dict(), feedback.compressor)
+    resumed = ErrorFeedback(make(numel), tentative=True)
+    resumed.load_state_dict(reloaded(feedback.state_dict(), resumed.compressor))
+    for seed in range(5, 10):
+        gradient = torch.randint(-9, 10, (numel,), generator=torch.Generator().manual_seed(seed)).float()
+        here, there = (one.compress("w", gradient).to_dense() for one in (feedback, resumed))
+        assert torch.equal(here, there), (
+            f"{feedback.compressor}: a loaded state does not go on as the saved one, it sends {there} for {here}: "
+            "state_dict() lacks something that it keeps between calls"
+        )
+        feedback.commit()
+        resumed.commit()
 
 
 def reloaded(state: Any, whose: object) -> Any:

@@ -157,7 +157,8 @@ class Membership(Communicator):
         """Fixed communicator of the current ranks, which goes no further than their generation."""
         if self._over:
             raise CollectiveError(
-                "this rank has left, as leave() asks: where leaving is True, call neither finish() nor another exchange"
+                "this rank has left, as leave() asks: where leaving is True, end a loop over epochs, and call neither "
+                "finish() nor another exchange"
                 if self.leaving
                 else "this Elastic is closed, or was left out of its group: make a new Elastic, and a new optimizer"
             )

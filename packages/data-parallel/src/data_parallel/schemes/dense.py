@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
-from communicators import Bucket, Communicator, Schedule, schedules
-from sparse_collectives import DENSE_WIRES, DenseReduction, check_options
+from communicators import Bucket, Communicator, Schedule, comparable, schedules
+from sparse_collectives import DENSE_WIRES, DenseReduction, age_of, check_options
 from torch import Tensor
 
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, in_units
@@ -95,6 +95,9 @@ class DenseCompressor:
     def initial_state(self, numel: int) -> State | None:
         """The state before a bucket's first step, plain values and tensors; None for a compressor that keeps none.
 
+        One that was saved for other shapes, of another bucket or other options, gives way to it. Calls that are counted
+        as its "step" are compared among ranks.
+
         Args:
             numel: Elements of the bucket.
         """
@@ -126,7 +129,7 @@ class DenseCompressor:
     @property
     def settings(self) -> list[str]:
         """The options as text, which all ranks must share."""
-        return [f"{key}={value}" for key, value in self.options.items()]
+        return [f"{key}={comparable(value)}" for key, value in self.options.items()]
 
     def given(self, options: Mapping[str, Any] | None) -> Self:
         """The same compressor with these options, in the types of their defaults.
@@ -164,12 +167,13 @@ class CompressedLane(Lane):
 
     def __init__(self, scheme: CompressedScheme, bucket: Bucket, saved: Saved) -> None:
         super().__init__(bucket, saved)
-        if self.state is None:
-            self.state = scheme.compressor.initial_state(bucket.numel)
         self._comm, self._compressor = scheme.comm, scheme.compressor
+        first = scheme.compressor.initial_state(bucket.numel)
+        if self.state is None or not fits(self.state, first, scheme.name):
+            self.state = first
         self.kept |= saved.error_state
         what = [f"numel={bucket.numel}", f"{torch.promote_types(bucket.dtype, torch.float32)}"]
-        self._facts = f"{scheme.name}({', '.join([*what, *scheme.settings])})"
+        self._said = [*what, *scheme.settings]
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Residual + gradient, in memory of its own; zeros where nothing takes part."""
@@ -177,7 +181,8 @@ class CompressedLane(Lane):
         total = gradient.clone() if self.residual is None else self.residual + gradient
         for span in unused:
             total[span] = 0
-        return Sending(self._facts, self.schedule(total), flat, scale, unused, partial(first_nonfinite, total))
+        facts = f"{self._compressor.name}({', '.join([*self._said, *age_of(self.state)])})"
+        return Sending(facts, self.schedule(total), flat, scale, unused, partial(first_nonfinite, total))
 
     def schedule(self, accumulated: Tensor) -> Schedule[Any]:
         """Rounds of the compressor, which return something with `total` and `dropped`; TypeError for anything else."""
@@ -206,10 +211,20 @@ class CompressedLane(Lane):
 
     def receive(self, sending: Sending, result: Any) -> tuple[Tensor, Tensor]:
         """The mean: scaled, and in the gradient's own dtype, which may overflow."""
-        residual = result.dropped
-        if self.residual is not None:
+        residual = result.dropped.detach().contiguous()
+        if self.residual is not None and sending.unused:
+            residual = residual.clone()  # the compressor may hold it, too
             for span in sending.unused:
                 residual[span] += self.residual[span]
         self.kept["residuals"] = residual
-        mean = (result.total / self._comm.size * sending.scale).to(sending.flat.dtype)
+        mean = (result.total.detach() / self._comm.size * sending.scale).to(sending.flat.dtype)
         return mean, mean
+
+
+def fits(state: State, first: State | None, name: str) -> bool:
+    """Whether a saved state is one for this bucket, whose first one is known; ValueError if it lacks a key of that."""
+    first = first if isinstance(first, dict) else {}
+    if lacking := sorted(first.keys() - state.keys()):
+        raise ValueError(f"the state of {name} lacks {', '.join(lacking)}: was it saved by another version of it?")
+    shapes = ((kept.shape, state[key]) for key, kept in first.items() if isinstance(kept, Tensor))
+    return all(isinstance(given, Tensor) and given.shape == shape for shape, given in shapes)

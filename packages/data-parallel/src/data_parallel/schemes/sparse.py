@@ -60,7 +60,7 @@ class SparseLane(Lane):
         resolve(scheme.algorithm, wire=scheme.wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         if self.state is None:
             self.state = scheme.algorithm.initial_state()
-        self._scheme, self._known, self._facts = scheme, (-1, False, 0), ""
+        self._scheme = scheme
         self._feedback = ErrorFeedback(scheme.compressor, momentum=scheme.momentum, tentative=scheme.tentative)
         if saved.error_state:
             self._feedback.adopt(self.key, saved.error_state["residuals"], saved.error_state.get("velocities"))
@@ -84,14 +84,12 @@ class SparseLane(Lane):
         if self._feedback.is_suspect(self.key):
             sent, culprit = self._spoiled(sent, self._feedback.residual(self.key))
         dense = k >= sent.numel and isinstance(compressor, TopK)
-        if (k, dense, comm.size) != self._known:  # a compressor's density may change, and an elastic group's ranks
-            facts = algorithm.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
-            self._known, self._facts = (k, dense, comm.size), f"{facts} summed dense" if dense else facts
+        facts = algorithm.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}", state=self.state)
         if dense and self._scheme.wire.startswith("int8"):
             schedule = _summed_in_int8(sent, comm.rank, comm.size)
         else:
             schedule = ALGORITHMS["dense"].call(sent, comm, k) if dense else algorithm.call(sent, comm, k, self.state)
-        return Sending(self._facts, schedule, flat, scale, unused, lambda: culprit)
+        return Sending(f"{facts} summed dense" if dense else facts, schedule, flat, scale, unused, lambda: culprit)
 
     def values(self, result: Reduction) -> tuple[Tensor, Tensor]:
         """The values of both vectors."""

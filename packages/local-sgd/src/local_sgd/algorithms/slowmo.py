@@ -33,7 +33,7 @@ class SlowMomentum(Rule):
 
 
 class SlowMo(PeriodicAveraging):
-    """Applies slow momentum over blocks, in units of the learning rate γ, each group's "lr" at the boundary.
+    """Applies slow momentum over blocks, in units of the learning rate γ, each group's "lr" in the block's last step.
 
         u ← β·u + (z − x̄)/γ
         z ← z − α·γ·u
