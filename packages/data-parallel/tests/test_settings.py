@@ -77,6 +77,15 @@ def test_a_schedule_beside_a_compressor_sets_its_density():
         state_of(density=WarmUp(0.2, steps=3), compressor=Every())
 
 
+@pytest.mark.parametrize(
+    ("density", "error"), [(0, ValueError), (2.0, ValueError), (True, TypeError), (None, TypeError)]
+)
+def test_what_a_schedule_gives_is_checked_for_a_compressor_of_ones_own(density, error):
+    own = type("Own", (), {"density": 0.5, "entries": lambda self, n: n, "__call__": lambda self, x: None})()
+    with pytest.raises(error, match=f"density is {density}"):
+        state_of(density=lambda step: density, compressor=own)
+
+
 def test_density_and_compressor():
     with pytest.raises(ValueError, match=r"density=0.1 and compressor=TopK\(density=0.2\) were given"):
         state_of(density=0.1, compressor=TopK(0.2))

@@ -350,6 +350,14 @@ def test_bad_input():
             make(comm=comm, compress="int3")
         with pytest.raises(TypeError, match="or a compressor with error feedback: compress"):
             make(comm=comm, compress=lambda x: x, allreduce=dropping)
+        with pytest.raises(TypeError, match=r"compress is <class .*ErrorFeedback'>, expected None, one of"):
+            make(comm=comm, compress=ErrorFeedback, allreduce=dropping)
+        whole = make(comm=comm, compress=Halves(), allreduce=lambda sent, comm: sent, sync_every=1)
+        whole.step()
+        with pytest.raises(
+            TypeError, match=r"allreduce returned a Tensor, expected something with \.total and \.dropped"
+        ):
+            whole.average()
         with pytest.raises(TypeError, match="allreduce is None, but compress is a compressor"):
             make(comm=comm, compress=Halves())
         with pytest.raises(ValueError, match="allreduce sums what a compressor sends, but compress is 'int8'"):

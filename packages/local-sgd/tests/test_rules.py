@@ -1,11 +1,13 @@
 """Rules of one's own: their laws, and errors that name the rule where it is given, or at its first boundary."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from local_sgd import BMUF, EASGD, DiLoCo, LocalSGD, PeriodicAveraging, Rule, StreamingDiLoCo
+from communicators import Alone, CollectiveError, SimulatedWorld
+from local_sgd import BMUF, EASGD, DeMo, DiLoCo, LocalSGD, PeriodicAveraging, Rule, SlowMo, StreamingDiLoCo
 from local_sgd.testing import check_rule_laws
 from torch import nn
 
@@ -206,3 +208,74 @@ def test_a_state_of_another_algorithm_is_told_by_name():
             if other is not one:
                 with pytest.raises(ValueError, match=f"the state is of {one.what}, but this is {other.what}"):
                     other.load_state_dict(one.state_dict())
+
+
+@dataclass
+class Pull(Rule):
+    """Goes a part of the way, by settings of any kind."""
+
+    share: object = 0.5
+    anchors = ("anchor",)
+
+    def boundary(self, part, x, mean):
+        share = self.share if isinstance(self.share, float) else 0.5
+        return part["anchor"].lerp_(mean, share)
+
+
+def pulled(comm, share):
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return repr(PeriodicAveraging(inner, Pull(share), comm=comm, model=model))
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, lambda values: [torch.tensor(values)]])
+def test_ranks_compare_the_bits_of_settings_that_are_tensors(kind):
+    """Not their text, which is rounded, and of a long one is cut."""
+    one, other = kind([0.0] * 2000), kind([0.0] * 1000 + [1e-9] + [0.0] * 999)
+    assert len(set(SimulatedWorld(2).run(lambda comm: pulled(comm, one)[:80]))) == 1
+    with pytest.raises(CollectiveError, match=r"ranks disagree.*share="):
+        SimulatedWorld(2).run(lambda comm: pulled(comm, other if comm.rank else one))
+
+
+def test_a_setting_without_a_text_of_its_own_is_refused():
+    assert "share='torch" in pulled(Alone(), torch.nn.functional.relu)
+    for share in (object(), partial(lambda: 0), [object()]):
+        with pytest.raises(TypeError, match=r"a setting is .* at 0x.*: give its class a __repr__"):
+            pulled(Alone(), share)
+
+
+@pytest.mark.parametrize("make", [DeMo, SlowMo])
+def test_a_rule_counts_in_the_rate_of_the_last_step(quadratic, saved, make):
+    """Wherever its scheduler is stepped, and even if it was saved between a last step and its average()."""
+
+    def run(comm, *, early, stops=False):
+        task = quadratic(comm.rank)
+        inner = torch.optim.SGD(task.model.parameters(), lr=0.1)
+        optimizer = make(inner, comm=comm, model=task.model, sync_every=3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+        for step in range(8):
+            task.backward(step)
+            optimizer.step()
+            if early:
+                schedule.step()
+            optimizer.average()
+            if not early:
+                schedule.step()
+        if stops:
+            kept = saved((task.model.state_dict(), optimizer.state_dict()))
+            task = quadratic(comm.rank)
+            inner = torch.optim.SGD(task.model.parameters(), lr=0.1)
+            optimizer = make(inner, comm=comm, model=task.model, sync_every=3)
+            task.model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+        before = task.flat().clone()
+        optimizer.finish()
+        return before, task.flat().clone()
+
+    late, early, resumed = (
+        SimulatedWorld(2).run(lambda comm, how=how: run(comm, **how))
+        for how in ({"early": False}, {"early": True}, {"early": True, "stops": True})
+    )
+    assert all(torch.equal(*finals) for finals in zip(early[0], late[0], strict=True) if make is DeMo)
+    assert torch.equal(early[0][1], resumed[0][1])
+    assert not torch.equal(*early[0]), "the last block is not lost"

@@ -103,6 +103,15 @@ def test_a_state_of_a_kind_that_torch_fills_in_is_refused(kind):
         load_into(fresh, torch.optim.NAdam([torch.nn.Parameter(torch.ones(2))]).state_dict())
 
 
+def test_a_state_of_another_kind_is_not_called_damaged_alone():
+    saved = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    saved.param_groups[0]["params"][0].grad = torch.ones(2)
+    saved.step()
+    fresh = torch.optim.NAdam([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match=r"a NAdam does not find 'mu_product' in the state: .* kind of optimizer that"):
+        load_into(fresh, saved.state_dict())
+
+
 @pytest.mark.parametrize("error", [MemoryError, OSError, torch.OutOfMemoryError])
 def test_errors_that_are_not_the_states_stay_what_they_are(error):
     with pytest.raises(error), wholly(inner(), "an optimizer", {"state": {}}):

@@ -167,6 +167,19 @@ class Count(Scalar):
     state = 3
 
 
+class Seldom(TopK):
+    """Counts calls, which its state lacks, and sends more in every fourth one."""
+
+    step = None
+
+    def __call__(self, tensor, *, name=""):
+        self.calls = getattr(self, "calls", 0) + 1
+        return topk(tensor, 2 if (self.calls - 1) // 2 % 4 == 3 else 1)
+
+    def entries(self, numel):
+        return min(2, numel)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -184,6 +197,11 @@ class Count(Scalar):
 def test_the_laws_find_what_is_wrong(wrong, says):
     with pytest.raises(AssertionError, match=says):
         check_compressor_laws(lambda n: wrong)
+
+
+def test_the_laws_find_a_state_that_is_not_saved():
+    with pytest.raises(AssertionError, match=r"does not go on as the saved one.*state_dict.. lacks something"):
+        check_compressor_laws(lambda n: Seldom(0.1))
 
 
 @pytest.mark.parametrize("given", [TopK(0.1), lambda n: TopK])
