@@ -15,7 +15,7 @@ from resumed_runs import assert_same_bits, killed_after, result, train
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.errors import AgreedError
+from thinwire_trainer.errors import AgreedError, UsageError
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.synchronisers import eager
 from thinwire_trainer.synchronisers.table import TABLE
@@ -80,11 +80,6 @@ def test_who_is_late_is_told(app: App, options: Callable[..., Options], capsys: 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sometimes", r"delays are 'sometimes', expected 'fixed:RANK"),
-        ("fixed:1=nan", "of 0 s or more"),
-        ("fixed:=1", "expected 'fixed:RANK"),
-        ("linear=-1", "of 0 s or more"),
-        ("random:two=1", "expected 'fixed:RANK"),
         ("random:9=0.2", "at most 1 ranks"),
         ("fixed:0,7=0.2", "but ranks are 0 … 0"),
     ],
@@ -94,6 +89,25 @@ def test_delays_that_are_none_are_the_users_to_mend(app: App, algorithm: str, te
     options = parse(["--algorithm", algorithm, "--inject-delay", text], app, world_size=None)
     with pytest.raises(AgreedError, match=f"--inject-delay: .*{says}"):
         TABLE[algorithm].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
+
+
+@pytest.mark.parametrize("text", ["sometimes", "fixed:1=nan", "fixed:=1", "linear=-1", "linear=1e", "random:two=1", ""])
+def test_what_is_no_delay_is_told_before_anything_begins(app: App, text: str) -> None:
+    with pytest.raises(UsageError, match=r"--inject-delay: given .*, expected"):
+        parse(["--algorithm", "dense", "--inject-delay", text], app, world_size=None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "alpha", "says"),
+    [
+        ("easgd", "1", "0 < alpha < 0.5 with 3 workers"),
+        ("slowmo", "0", "a number above 0"),
+        ("streaming-diloco", "1", "takes 0 <= alpha < 1"),
+    ],
+)
+def test_how_far_ranks_pull_is_checked_before_anything_begins(app: App, algorithm: str, alpha: str, says: str) -> None:
+    with pytest.raises(UsageError, match=f"--alpha {alpha}.* {says}"):
+        parse(["--algorithm", algorithm, "--alpha", alpha, "--nworkers", "3"], app, world_size=None)
 
 
 def steady(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from communicators import as_communicator
+from communicators import SimulatedWorld, as_communicator
 from resumed_runs import assert_same_bits, result
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
@@ -37,4 +37,13 @@ def test_a_run_that_is_shorter_than_the_trace_has_a_short_one(app: App, options:
     run(app, given, as_communicator(None))
     events = json.loads((given.output / "trace.json").read_text())["traceEvents"]
     assert [event["name"] for event in events].count("step: forward") == 1
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
+def test_ranks_that_share_a_process_have_one_trace(app: App, options: Callable[..., Options]) -> None:
+    """A second profiler in a process ends it."""
+    given = options(algorithm="gtopk", profile=True, nworkers=2)
+    SimulatedWorld(2).run(lambda comm: run(app, given, comm))
+    events = json.loads((given.output / "trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events].count("step: forward") >= RECORDED
     assert not torch.autograd.profiler._is_profiler_enabled

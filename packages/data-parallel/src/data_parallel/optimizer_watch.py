@@ -23,13 +23,18 @@ from data_parallel.settings import Settings
 EVERY = 7
 """Steps from one look to the next, which takes two passes over the gradients, and waits for a GPU."""
 ENOUGH = 0.1
-"""Density from which on Adam behind a selection is not warned about."""
+"""Density from which on Adam behind a selection is not warned about, and above which momentum before one is."""
 
 TWICE = (
     "momentum is on twice: before the selection (momentum=) and in the optimizer, after it, where it repeats the few "
     "entries that were sent; training may not learn at all: leave the optimizer's at 0"
 )
 CYCLED = ". OneCycleLR and CyclicLR set it, unless they are given cycle_momentum=False"
+CLEARED = (
+    "momentum={momentum} hardly acts at a density of {density:g}: as in Deep Gradient Compression it is cleared "
+    "wherever an entry is sent. Send less, such as density=0.01, or everything, by algorithm='dense' with the momentum "
+    "in the optimizer"
+)
 ADAPTIVE_TWICE = (
     "momentum= and {name}, which has one of its own: it learns worse than with either alone. {instead}, and leave "
     "momentum= out"
@@ -126,8 +131,11 @@ class OptimizerWatch:
             text = ADAPTIVE_TWICE if momentum else ADAPTIVE
             said = text.format(name=name, instead=self._instead)
             return said if momentum or self._settings.last_density < ENOUGH else None
-        if not momentum or not any(group.get("momentum", 0) for group in groups):
+        if not momentum:
             return None
+        if not any(group.get("momentum", 0) for group in groups):
+            density = self._settings.last_density
+            return CLEARED.format(momentum=momentum, density=density) if ENOUGH < density < 1 else None
         return TWICE + (CYCLED if any("base_momentum" in group for group in groups) else "")
 
     def say(self, text: str | None, *, stacklevel: int) -> None:

@@ -176,7 +176,7 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
 def meeting(text: str) -> str:
     """Address of a meeting place, as it was given; "" where none was."""
     host, _, port = text.rpartition(":")
-    if text and not (host and port.isdecimal()):
+    if text and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ArgumentTypeError(f"given {text!r}, expected HOST:PORT of python -m communicators.elastic")
     return text
 

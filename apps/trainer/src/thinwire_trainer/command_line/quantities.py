@@ -1,6 +1,7 @@
 """The types of flag values: each turns a text into a number or says what would have been right."""
 
 import math
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,16 @@ def steps_or_stages(text: str) -> str:
     return text
 
 
+def delays(text: str) -> str:
+    """Delays, as they were given."""
+    if text != NO_DELAY and not re.fullmatch(r"(fixed:\d+(,\d+)*|random:\d+|linear)=[\d.e+-]+", text):
+        expected = "fixed:RANK,...=SECONDS, random:COUNT=SECONDS, linear=SECONDS or none"
+        raise ArgumentTypeError(f"given {text!r}, expected {expected}")
+    if text != NO_DELAY:
+        non_negative(text.partition("=")[2])
+    return text
+
+
 def metrics_place(text: str) -> str:
     """Place of metrics, as it was given."""
     kind, colon, place = text.partition(":")
@@ -53,5 +64,6 @@ non_negative_or_auto = or_auto(number("a number from 0 on, or auto", lambda valu
 momentum_or_auto = or_auto(number("0 <= momentum < 1, or auto", lambda value: 0 <= value < 1))
 non_negative = number("a number from 0 on", lambda value: value >= 0)
 count = number("a whole number from 1 on", lambda value: value >= 1, int)
+chunk = number("a whole number from 1 to 181", lambda value: 1 <= value <= 181, int)
 count_or_zero = number("a whole number from 0 on", lambda value: value >= 0, int)
 seed = number("a whole number from 0 to 2**64 - 1, as torch's generators take", lambda value: 0 <= value < 2**64, int)

@@ -7,6 +7,7 @@ message is an arrow from rank to rank.
 
 import json
 from pathlib import Path
+from threading import Lock
 
 from communicators import Communicator, tracing
 from torch.profiler import profile
@@ -22,7 +23,10 @@ class Trace:
 
     records: False: it only takes part, as a rank that joins others later does. writes: whether this rank leaves a trace
     of its own where the run ends before all ranks have met.
+    Of ranks that share a process, as in a simulated world, the first to begin records: there is one profiler in each.
     """
+
+    _profiler = Lock()
 
     def __init__(self, path: Path, *, records: bool = True, writes: bool = True) -> None:
         self.path, self._records, self._writes, self._steps = path, records, writes, 0
@@ -35,7 +39,7 @@ class Trace:
         self._steps += 1
         if self._shared:
             self._recorded = None
-        elif self._records and self._steps == SKIPPED:
+        elif self._records and self._steps == SKIPPED and self._profiler.acquire(blocking=False):
             self._running = tracing.recording()
             self._running.start()
         elif self._steps == SKIPPED + RECORDED:
@@ -65,5 +69,8 @@ class Trace:
 
     def _stop(self) -> None:
         if self._running is not None:
-            self._running.stop()
+            try:
+                self._running.stop()
+            finally:
+                self._profiler.release()
             self._recorded, self._running = self._running, None

@@ -82,6 +82,19 @@ def _check_teams(own: Mapping[str, Value], workers: int) -> None:
 def _check_alpha(own: Mapping[str, Value], workers: int) -> None:
     if own["alpha"] == "auto":
         raise RunError("--alpha auto is for easgd and slowmo: give a number")
+    if "fragments" in own and not float(own["alpha"]) < 1:
+        raise RunError(f"--alpha {own['alpha']} is too large: streaming-diloco takes 0 <= alpha < 1")
+
+
+def _check_slow_rate(own: Mapping[str, Value], workers: int) -> None:
+    if own["alpha"] != "auto" and not float(own["alpha"]) > 0:
+        raise RunError(f"--alpha {own['alpha']} leaves the model as it is: give a number above 0, or auto")
+
+
+def _check_elasticity(own: Mapping[str, Value], workers: int) -> None:
+    if own["alpha"] != "auto" and not 0 < float(own["alpha"]) < 2 / (max(1, workers) + 1):
+        expected = f"0 < alpha < {2 / (max(1, workers) + 1):.3g} with {workers} workers"
+        raise RunError(f"--alpha {own['alpha']} lets ranks and anchor swing apart: give {expected}, or auto")
 
 
 def _check_threshold(own: Mapping[str, Value], workers: int) -> None:
@@ -146,6 +159,7 @@ INJECT_DELAY = Flag(
     quantities.NO_DELAY,
     "holds ranks up at every step, for experiments: fixed:0,3=0.2, random:2=0.32 (so many, drawn anew) or "
     "linear=0.001 (times the rank)",
+    read=quantities.delays,
     metavar="WHOM=SECONDS",
     shapes=False,
 )
@@ -202,7 +216,7 @@ COMPRESS = Flag(
 )
 DECAY = Flag("decay", 0.95, "factor on the residual, each block", read=quantities.momentum)
 TOPK = Flag("topk", 32, "coefficients that are sent of each block", read=quantities.count)
-CHUNK = Flag("chunk", 64, "most rows and columns of a block, 181 at most", read=quantities.count)
+CHUNK = Flag("chunk", 64, "most rows and columns of a block, 181 at most", read=quantities.chunk)
 FRAGMENTS = Flag("fragments", 4, "that travel one after another", read=quantities.count)
 DELAY = Flag("delay", 1, "between a fragment's launch and its use", read=quantities.count_or_zero, metavar="STEPS")
 PERIODIC = Synchronisation(
@@ -215,8 +229,8 @@ PERIODIC = Synchronisation(
 AVERAGING: dict[str, dict[str, Any]] = {
     "local-sgd": {"flags": (SYNC_EVERY, COMPRESS)},
     "bmuf": {"flags": (SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)},
-    "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA)},
-    "easgd": {"flags": (SYNC_EVERY, ALPHA)},
+    "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA), "check": _check_slow_rate},
+    "easgd": {"flags": (SYNC_EVERY, ALPHA), "check": _check_elasticity},
     "cocod": {"flags": (SYNC_EVERY,)},
     "overlap-local-sgd": {
         "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), replace(BETA, default=0.7)),

@@ -63,7 +63,8 @@ def recommend(situation: Situation) -> Recommendation:
     faster = "accuracy" if passed else "fastest" if taken is eligible[0] else "as fast"
     rule = faster if worthwhile else "not worthwhile"
     set_aside = _set_aside(situation, [*eligible, *steps], taken, dense) if situation.chosen else []
-    reason = " ".join([_reason(rule, p, other), *set_aside, *_passed_over(situation, passed)])
+    nearest = other if worthwhile else next((s for s in eligible if s is not taken), None)
+    reason = " ".join([_reason(rule, p, nearest), *set_aside, *_passed_over(situation, passed)])
     advice, *lines = _use(situation, taken, dense) if worthwhile else _leave_off(situation, dense, best)
     return Recommendation(taken, rule, reason, other, "\n".join([advice, reason, *lines]))
 
@@ -152,7 +153,7 @@ def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
 
 def _reason(rule: str, taken: Prediction, other: Step | None) -> str:
     if other is None:
-        return "Why: nothing else was predicted."
+        return "Why: nothing else that learns well enough was predicted."
     within, wire = AS_FAST, ", and of these the one in fp32" if taken.wire == "fp32" else ""
     if _is_torchs(taken):
         within, wire = WORTHWHILE, ", and of these torch's own"
@@ -161,14 +162,14 @@ def _reason(rule: str, taken: Prediction, other: Step | None) -> str:
         "accuracy": f"of what is known to learn within {MOST_BEHIND:g} point of dense it is the fastest, or as fast.",
         "as fast": f"{_named(other)} is the fastest until as good as dense, but of steps that are as fast within "
         f"{within - 1:.0%} the one that sends most of the gradient is taken{wire}.",
-        "not worthwhile": f"a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; the fastest "
-        f"of the others is {_named(other)}.",
+        "not worthwhile": f"a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; of the "
+        f"others that learn well enough the fastest is {_named(other)}.",
     }
     return f"Why: {why[rule]}"
 
 
 def _leave_off(situation: Situation, dense: float, best: float) -> list[str]:
-    gain = f"the most that any gains is {dense / best - 1:.0%}"
+    gain = f"of those that learn well enough none gains more than {dense / best - 1:.0%}"
     gain = gain if dense > best else "none that learns well enough makes it shorter"
     return [f"Leave it off: {_spent(situation, dense)} of your step, and {gain}."]
 
