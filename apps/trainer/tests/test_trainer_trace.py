@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from communicators import SimulatedWorld, as_communicator
 from resumed_runs import assert_same_bits, result
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.records.trace import RECORDED
+from thinwire_trainer.records.trace import RECORDED, Trace
 from thinwire_trainer.run import run
 from thinwire_trainer.training.phases import PHASES
 
@@ -38,6 +39,21 @@ def test_a_run_that_is_shorter_than_the_trace_has_a_short_one(app: App, options:
     events = json.loads((given.output / "trace.json").read_text())["traceEvents"]
     assert [event["name"] for event in events].count("step: forward") == 1
     assert not torch.autograd.profiler._is_profiler_enabled
+
+
+def test_a_profiler_that_fails_leaves_the_next_one_its_place(
+    app: App, options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(self: Any) -> None:
+        raise RuntimeError("stopped")
+
+    for fails in ("start", "stop"):
+        given = options(profile=True, output=options().output / fails)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.profiler.profile, fails, stops)
+            with pytest.raises(RuntimeError, match="stopped"):
+                run(app, given, as_communicator(None))
+        assert not Trace._profiler.locked()
 
 
 def test_ranks_that_share_a_process_have_one_trace(app: App, options: Callable[..., Options]) -> None:

@@ -252,6 +252,26 @@ def test_what_waits_is_kept_as_it_is_however_it_lies(dim, steps):
         assert not any(one.requires_grad for one in mine)
 
 
+class Growing(Rounded):
+    """Keeps its last total, of which the first state has nothing."""
+
+    name = "growing"
+
+    def initial_state(self, numel):
+        return {"last": torch.empty(0), "calls": 0}
+
+    def schedule(self, accumulated, rank, size, state):
+        reduction = yield from super().schedule(accumulated, rank, size)
+        state["last"], state["calls"] = reduction.total.clone(), state["calls"] + 1
+        return reduction
+
+
+def test_a_state_may_grow():
+    saved = SimulatedWorld(1).run(lambda comm: train(comm, range(3), algorithm=Growing()))[0]
+    after = SimulatedWorld(1).run(lambda comm: train(comm, [3], algorithm=Growing(), saved=saved))[0]
+    assert [state["calls"] for _, state in after[3]["distributed"]["algorithm_state"]] == [4]
+
+
 def test_ranks_that_count_differently_are_told():
     with pytest.raises(CollectiveError, match=r"state=of 1 to 1 calls.*state=new|state=new.*state=of 1 to 1 calls"):
         SimulatedWorld(2).run(lambda comm: train(comm, range(2), algorithm=Mistaken()))

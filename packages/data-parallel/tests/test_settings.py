@@ -204,3 +204,8 @@ def test_what_is_resolved_is_of_the_entry_as_it_is_now():
         del ALGORITHMS["gtopk"]
         with pytest.raises(ValueError, match="unknown algorithm 'gtopk'"):
             resolve("gtopk", size=2)
+
+
+def test_a_fault_of_a_schedule_is_not_the_compressors():
+    with pytest.raises(AttributeError, match="no attribute 'shares'"):
+        state_of(density=lambda step: object().shares[step])

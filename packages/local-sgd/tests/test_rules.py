@@ -1,12 +1,13 @@
 """Rules of one's own: their laws, and errors that name the rule where it is given, or at its first boundary."""
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from communicators import Alone, CollectiveError, SimulatedWorld
+from communicators import CollectiveError, SimulatedWorld, comparable
 from local_sgd import BMUF, EASGD, DeMo, DiLoCo, LocalSGD, PeriodicAveraging, Rule, SlowMo, StreamingDiLoCo
 from local_sgd.testing import check_rule_laws
 from torch import nn
@@ -237,16 +238,53 @@ def test_ranks_compare_the_bits_of_settings_that_are_tensors(kind):
         SimulatedWorld(2).run(lambda comm: pulled(comm, other if comm.rank else one))
 
 
-def test_a_setting_without_a_text_of_its_own_is_refused():
-    assert "share='torch" in pulled(Alone(), torch.nn.functional.relu)
-    for share in (object(), partial(lambda: 0), [object()]):
-        with pytest.raises(TypeError, match=r"a setting is .* at 0x.*: give its class a __repr__"):
-            pulled(Alone(), share)
+class Kind(Enum):
+    COS = (torch.cos, 1)
+
+
+class Spoken:
+    def __str__(self):
+        return "spoken"
+
+
+def test_settings_of_any_kind_are_compared_alike_in_every_process():
+    """By text without addresses, and by hashes; what has no memory to be hashed, and what is no value, by text."""
+    values = {
+        "mail at 0xdeadbeef": "mail at 0xdeadbeef",
+        np.int64(2): 2,
+        np.float64(0.25): 0.25,
+        np.str_("mean"): "mean",
+        np.float32: np.float32,
+        nn.Parameter: nn.Parameter,
+        torch.bfloat16: torch.bfloat16,
+        torch.nn.functional.silu: "torch.nn.functional.silu",
+        Kind.COS: "Kind.COS",
+        (1, (2, 3)): (1, (2, 3)),
+        Made: Made,
+    }
+    assert {key: comparable(key) for key in values} == values
+    for value in (object(), Spoken(), partial(torch.relu), lambda: 0, [object()], {"a": (Spoken(),)}):
+        assert " at 0x" not in repr(comparable(value))
+    x = torch.arange(6.0).view(2, 3)
+    alike = [x.t().contiguous().t(), x.clone().requires_grad_(), x.numpy(), x.expand(1, 2, 3)[0]]
+    assert {comparable(one) for one in alike} == {comparable(x)}
+    assert comparable({"w": x}) != comparable({"w": x + 1e-6})
+    assert comparable(x.bfloat16()) != comparable(x)
+    assert comparable(torch.tensor(0.5)) == 0.5
+    for odd in (
+        x.to_sparse(),
+        x.to("meta"),
+        np.array(["a"]),
+        np.array([object()]),
+        x.numpy()[:, ::-1],
+        x.cfloat().conj(),
+    ):
+        assert " at 0x" not in repr(comparable(odd)) or isinstance(odd, np.ndarray)
 
 
 @pytest.mark.parametrize("make", [DeMo, SlowMo])
 def test_a_rule_counts_in_the_rate_of_the_last_step(quadratic, saved, make):
-    """Wherever its scheduler is stepped, and even if it was saved between a last step and its average()."""
+    """Wherever its scheduler is stepped, and even if it was saved amid a block."""
 
     def run(comm, *, early, stops=False):
         task = quadratic(comm.rank)
@@ -279,3 +317,40 @@ def test_a_rule_counts_in_the_rate_of_the_last_step(quadratic, saved, make):
     assert all(torch.equal(*finals) for finals in zip(early[0], late[0], strict=True))
     assert torch.equal(early[0][1], resumed[0][1])
     assert not torch.equal(*early[0]), "the last block is not lost"
+
+
+def test_a_rank_whose_steps_are_skipped_goes_on_with_its_rate(quadratic):
+    """As by a GradScaler of its own; and where the wrapped optimizer's own step is called, that counts."""
+
+    def run(comm, own):
+        task, rates = quadratic(comm.rank), []
+        inner = torch.optim.SGD(task.model.parameters(), lr=0.1)
+        optimizer = SlowMo(inner, comm=comm, model=task.model, sync_every=1)
+        schedule = torch.optim.lr_scheduler.LinearLR(inner, 1.0, 0.1, 8)
+        for step in range(6):
+            task.backward(step)
+            if comm.rank == 0 or step < 2:
+                (inner if own else optimizer).step()
+            optimizer.average()
+            rates.append(optimizer._driver.parts[0].rate)
+            schedule.step()
+        optimizer.finish()
+        return rates
+
+    for own in (False, True):
+        for rates in SimulatedWorld(2).run(lambda comm, own=own: run(comm, own)):
+            assert rates == pytest.approx([0.1 * (1 - 0.9 * step / 8) for step in range(6)])
+
+
+def test_rates_of_another_number_of_groups_are_refused(quadratic):
+    def run(comm):
+        task = quadratic(0)
+        optimizer = SlowMo(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, sync_every=3)
+        task.train(optimizer, [0])
+        state = optimizer.state_dict()
+        assert state["distributed"]["stepped"] == [0.1]
+        state["distributed"]["stepped"] = [0.1, 0.2]
+        with pytest.raises(ValueError, match="the state has 2 parameter groups, the optimizer 1"):
+            optimizer.load_state_dict(state)
+
+    SimulatedWorld(1).run(run)

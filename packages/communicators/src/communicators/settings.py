@@ -3,9 +3,13 @@
 import re
 import zlib
 from inspect import get_annotations, getattr_static, signature
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def check_settings(kind: type, base: type, *, dataclass: str = "@dataclass(frozen=True)") -> None:
@@ -39,21 +43,32 @@ def check_settings(kind: type, base: type, *, dataclass: str = "@dataclass(froze
 def comparable(value: Any) -> Any:
     """A setting as what ranks can compare as text: a tensor or an array by a hash of its bits, a function by its name.
 
-    Args:
-        value: The setting; any other value is returned as it is.
+    Lists, tuples and dicts hold such; an address in memory, which differs from rank to rank, is left out of the text of
+    anything else. So two lambdas of one module are the same.
 
-    Raises:
-        TypeError: Its text holds an address in memory, which differs from rank to rank.
+    Args:
+        value: The setting; a number or a text, and whatever else has a text without an address, is returned as it is.
     """
-    if hasattr(value, "__array__"):
-        x = torch.as_tensor(value).detach().cpu()
-        return f"{x.dtype} of {tuple(x.shape)} #{zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().tobytes()):08x}"
-    if isinstance(value, list | tuple):
-        return [comparable(one) for one in value]
-    if name := getattr(value, "__qualname__", None):
-        return f"{value.__module__}.{name}"
-    if re.search(r" at 0x[0-9a-f]+", text := repr(value)):
-        raise TypeError(
-            f"a setting is {text}, which ranks could not compare: give its class a __repr__ of its settings"
-        )
+    if type(value) in (list, tuple):
+        return type(value)(map(comparable, value))
+    if type(value) is dict:
+        return {key: comparable(one) for key, one in value.items()}
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return _hashed(value)
+    if not isinstance(value, str) and _ADDRESS.search(repr(value)):
+        return _ADDRESS.sub("", str(value))
     return value
+
+
+def _hashed(value: Any) -> Any:
+    """A number, or type, shape and a hash of the bits; what has no bits in memory as it is."""
+    if value.ndim == 0:
+        return value.item() if hasattr(value, "item") else value
+    try:
+        x = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+        bits = x.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError, NotImplementedError):  # sparse, meta; text, objects
+        return value
+    return f"{x.dtype} of {tuple(x.shape)} #{zlib.crc32(bits):08x}"

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 from replicas import default_group
+from sparse_compress import TopK
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -23,7 +24,7 @@ from data_parallel.settings import Settings
 EVERY = 7
 """Steps from one look to the next, which takes two passes over the gradients, and waits for a GPU."""
 ENOUGH = 0.1
-"""Density from which on Adam behind a selection is not warned about, and above which momentum before one is."""
+"""Density from which on Adam behind a selection is not warned about."""
 
 TWICE = (
     "momentum is on twice: before the selection (momentum=) and in the optimizer, after it, where it repeats the few "
@@ -31,7 +32,7 @@ TWICE = (
 )
 CYCLED = ". OneCycleLR and CyclicLR set it, unless they are given cycle_momentum=False"
 CLEARED = (
-    "momentum={momentum} hardly acts at a density of {density:g}: as in Deep Gradient Compression it is cleared "
+    "momentum={momentum} has little effect at a density of {density:g}: as in Deep Gradient Compression it is cleared "
     "wherever an entry is sent. Send less, such as density=0.01, or everything, by algorithm='dense' with the momentum "
     "in the optimizer"
 )
@@ -135,7 +136,8 @@ class OptimizerWatch:
             return None
         if not any(group.get("momentum", 0) for group in groups):
             density = self._settings.last_density
-            return CLEARED.format(momentum=momentum, density=density) if ENOUGH < density < 1 else None
+            cleared = isinstance(self._settings.compressor, TopK) and 1 - momentum < density < 1
+            return CLEARED.format(momentum=momentum, density=density) if cleared else None
         return TWICE + (CYCLED if any("base_momentum" in group for group in groups) else "")
 
     def say(self, text: str | None, *, stacklevel: int) -> None:

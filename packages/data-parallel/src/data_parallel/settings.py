@@ -115,11 +115,7 @@ class Settings:
         )
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite is {self.nonfinite!r}, expected 'raise' or 'skip'")
-        try:
-            self.begin_step(0)  # what a schedule gives is checked at once, and is known before the first step
-        except AttributeError as error:
-            said = f"density is a schedule, but that of {self.compressor} cannot be set: leave out one of them"
-            raise ValueError(said) from error
+        self.begin_step(0)  # what a schedule gives is checked at once, and is known before the first step
         selects = self.may_select  # checks that all of it fits the algorithm
         if self.dense_below and not selects:
             raise ValueError(f"dense_below={self.dense_below} is for algorithms that select; this one sends all whole")
@@ -128,7 +124,11 @@ class Settings:
         """Sets the compressor's density to what a schedule gives for a step, TypeError or ValueError for none."""
         if self.density is not None:
             share = arguments.share_of(self.density(taken), "density", expected="the fraction of elements to send")
-            self.compressor.density = share
+            try:
+                self.compressor.density = share
+            except AttributeError as error:
+                said = f"density is a schedule, but that of {self.compressor} cannot be set: leave out one of them"
+                raise ValueError(said) from error
 
     @property
     def may_select(self) -> bool:

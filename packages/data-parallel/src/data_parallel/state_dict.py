@@ -127,7 +127,7 @@ def reshard_residuals(
     Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
     what is still to be applied stays the same. The wrapped optimizer's state, which is the same on all ranks, goes to
     every rank (each `UpdateOptimizer` has its own, and all get their mean); what an algorithm learnt about P
-    ranks is forgotten.
+    ranks is forgotten. A compressor's own state goes from old rank r mod P to new rank r.
 
     Args:
         states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order;

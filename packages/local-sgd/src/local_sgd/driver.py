@@ -32,7 +32,7 @@ class Block:
 
     every: τ; a new value counts from the next block on. steps: in all blocks; done: in this one, of `length` (1 before
     the first step where τ is a function); weight: the sum of the weights of its steps; boundaries: exchanges so far.
-    rates: learning rates of the last step, by group, noted for rules that need them; [] before it.
+    rates: learning rates of its last step, by group, noted for rules that need them; [] before it.
     """
 
     def __init__(self, every: Every) -> None:
@@ -53,7 +53,7 @@ class Block:
 
     def end(self) -> None:
         """Ends the block; the next step begins another."""
-        self.done, self.weight = 0, 0.0
+        self.done, self.weight, self.rates = 0, 0.0, []
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, as plain numbers."""
@@ -285,8 +285,9 @@ class Driver:
         refuse_other_shapes("remainders", state.get("remainders", {}), rounded)
         for name in self.rule.kept:
             refuse_other_shapes(name, state["kept"].get(name, {}), self.parts)
-        if len(state["rates"]) != len(groups):
-            raise ValueError(f"the state has {len(state['rates'])} parameter groups, the optimizer {len(groups)}")
+        for rates in (state["rates"], state.get("stepped") or groups):
+            if len(rates) != len(groups):
+                raise ValueError(f"the state has {len(rates)} parameter groups, the optimizer {len(groups)}")
         if ("near" in state) != self.two_levels:
             raise ValueError(f"the state is of {1 + ('near' in state)} levels, sync_every of {1 + self.two_levels}")
         theirs, kind = state.get("residuals", {}).get("kind"), None if self.sums is None else self.sums.kind

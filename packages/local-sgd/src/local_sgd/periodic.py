@@ -177,7 +177,6 @@ class PeriodicAveraging(Wrapping):
                 "nothing, and go apart. Call optimizer.average() after every optimizer.step()",
                 stacklevel=3,
             )
-        self._block.rates = rates_of(self.param_groups) if self.rule.needs_rate else []
         loss = self._take_step(closure)
         self._unseen = unseen  # not where it failed, so that its state can be saved
         return loss
@@ -414,3 +413,4 @@ def _departs(wrapper: weakref.ref[PeriodicAveraging], *_: Any) -> None:
     living = wrapper()
     if living is not None:
         living._depart()
+        living._block.rates = rates_of(living.param_groups) if living.rule.needs_rate else []

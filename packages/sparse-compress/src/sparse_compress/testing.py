@@ -27,7 +27,7 @@ def check_compressor_laws(make: Callable[[int], Compressor]) -> None:
     A state is a dict that a checkpoint can hold.
 
     Args:
-        make: Makes a new compressor for tensors of so many elements.
+        make: Makes a new compressor for tensors of so many elements, each time with the same settings.
 
     Raises:
         AssertionError: A law does not hold; says which, where.

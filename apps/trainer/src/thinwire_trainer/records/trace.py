@@ -40,8 +40,13 @@ class Trace:
         if self._shared:
             self._recorded = None
         elif self._records and self._steps == SKIPPED and self._profiler.acquire(blocking=False):
-            self._running = tracing.recording()
-            self._running.start()
+            try:
+                running = tracing.recording()
+                running.start()
+            except BaseException:
+                self._profiler.release()
+                raise
+            self._running = running
         elif self._steps == SKIPPED + RECORDED:
             self._stop()
 
@@ -69,8 +74,9 @@ class Trace:
 
     def _stop(self) -> None:
         if self._running is not None:
+            running, self._running = self._running, None
             try:
-                self._running.stop()
+                running.stop()
             finally:
                 self._profiler.release()
-            self._recorded, self._running = self._running, None
+            self._recorded = running

@@ -92,9 +92,9 @@ def _check_slow_rate(own: Mapping[str, Value], workers: int) -> None:
 
 
 def _check_elasticity(own: Mapping[str, Value], workers: int) -> None:
-    if own["alpha"] != "auto" and not 0 < float(own["alpha"]) < 2 / (max(1, workers) + 1):
-        expected = f"0 < alpha < {2 / (max(1, workers) + 1):.3g} with {workers} workers"
-        raise RunError(f"--alpha {own['alpha']} lets ranks and anchor swing apart: give {expected}, or auto")
+    most, ranks = 2 / (max(1, workers) + 1), f" with {workers} workers" if workers else ""
+    if own["alpha"] != "auto" and not 0 < float(own["alpha"]) < most:
+        raise RunError(f"--alpha {own['alpha']} lets ranks and anchor swing apart: give 0 < alpha < {most:.3g}{ranks}")
 
 
 def _check_threshold(own: Mapping[str, Value], workers: int) -> None:

@@ -95,8 +95,8 @@ class DenseCompressor:
     def initial_state(self, numel: int) -> State | None:
         """The state before a bucket's first step, plain values and tensors; None for a compressor that keeps none.
 
-        One that was saved for other shapes, of another bucket or other options, gives way to it. Calls that are counted
-        as its "step" are compared among ranks.
+        It takes the place of one that was saved of another bucket, whose tensors by element have other shapes. Calls
+        that are counted as its "step" are compared among ranks.
 
         Args:
             numel: Elements of the bucket.
@@ -169,7 +169,7 @@ class CompressedLane(Lane):
         super().__init__(bucket, saved)
         self._comm, self._compressor = scheme.comm, scheme.compressor
         first = scheme.compressor.initial_state(bucket.numel)
-        if self.state is None or not fits(self.state, first, scheme.name):
+        if self.state is None or not fits(self.state, first, bucket.numel, scheme.name):
             self.state = first
         self.kept |= saved.error_state
         what = [f"numel={bucket.numel}", f"{torch.promote_types(bucket.dtype, torch.float32)}"]
@@ -221,10 +221,11 @@ class CompressedLane(Lane):
         return mean, mean
 
 
-def fits(state: State, first: State | None, name: str) -> bool:
-    """Whether a saved state is one for this bucket, whose first one is known; ValueError if it lacks a key of that."""
+def fits(state: State, first: State | None, numel: int, name: str) -> bool:
+    """Whether what a saved state has by element is of this bucket's; ValueError if it lacks a key of the first one."""
     first = first if isinstance(first, dict) else {}
     if lacking := sorted(first.keys() - state.keys()):
         raise ValueError(f"the state of {name} lacks {', '.join(lacking)}: was it saved by another version of it?")
-    shapes = ((kept.shape, state[key]) for key, kept in first.items() if isinstance(kept, Tensor))
+    by_element = {key: kept for key, kept in first.items() if isinstance(kept, Tensor) and numel in kept.shape}
+    shapes = ((kept.shape, state[key]) for key, kept in by_element.items())
     return all(isinstance(given, Tensor) and given.shape == shape for shape, given in shapes)
