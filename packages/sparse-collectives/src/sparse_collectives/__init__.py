@@ -1,6 +1,6 @@
 """Sparse allreduce for PyTorch: gTop-k and its relatives, as calls, with predictions and advice."""
 
-from sparse_collectives.algorithm import Algorithm, Reduction, Traffic, age_of, check_options
+from sparse_collectives.algorithm import Algorithm, Reduction, Traffic, check_options
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.oktopk import OkTopk
 from sparse_collectives.algorithms.spardl import SparDL
@@ -32,7 +32,6 @@ __all__ = [
     "Traffic",
     "Wire",
     "__version__",
-    "age_of",
     "blame_rank",
     "check_options",
     "choose",

@@ -336,7 +336,22 @@ class Algorithm(ABC):
             state: That of the calls before, of one that keeps any.
         """
         wire = [f"wire={self.wire.name}"] if self.wire is not RAW else []
-        return f"{self.name}({', '.join([*what, *self.settings, *wire, *age_of(state)])})"
+        return f"{self.name}({', '.join([*what, *self.settings, *wire, *self.age_of(state)])})"
+
+    @staticmethod
+    def age_of(state: State | None) -> list[str]:
+        """Calls that a state counts as its "step", as a fact; [] for a state that counts none.
+
+        Between powers of two, because a new fact costs ranks an agreement.
+
+        Args:
+            state: Of the calls before.
+        """
+        calls: Any = state.get("step") if isinstance(state, Mapping) else None
+        if not is_count(calls):
+            return []
+        below = 1 << calls.bit_length()
+        return [f"state=of {below // 2} to {below - 1} calls" if calls else "state=new"]
 
     def given(self, options: Mapping[str, Any] | None) -> Self:
         """The same algorithm with these options, in the types of their defaults.
@@ -349,21 +364,6 @@ class Algorithm(ABC):
             ValueError: An unknown name.
         """
         return replace(self, **check_options(self.name, self.options, options)) if options is not None else self
-
-
-def age_of(state: State | None) -> list[str]:
-    """Calls that a state counts as its "step", as a fact; [] for a state that counts none.
-
-    Between powers of two, because a new fact costs ranks an agreement.
-
-    Args:
-        state: Of the calls before.
-    """
-    calls: Any = state.get("step") if isinstance(state, Mapping) else None
-    if not is_count(calls):
-        return []
-    below = 1 << calls.bit_length()
-    return [f"state=of {below // 2} to {below - 1} calls" if calls else "state=new"]
 
 
 def check_options(name: str, defaults: Mapping[str, Any], given: object) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from communicators import Bucket, Communicator, Schedule, comparable, schedules
-from sparse_collectives import DENSE_WIRES, DenseReduction, age_of, check_options
+from sparse_collectives import DENSE_WIRES, Algorithm, DenseReduction, check_options
 from torch import Tensor
 
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, in_units
@@ -181,7 +181,7 @@ class CompressedLane(Lane):
         total = gradient.clone() if self.residual is None else self.residual + gradient
         for span in unused:
             total[span] = 0
-        facts = f"{self._compressor.name}({', '.join([*self._said, *age_of(self.state)])})"
+        facts = f"{self._compressor.name}({', '.join([*self._said, *Algorithm.age_of(self.state)])})"
         return Sending(facts, self.schedule(total), flat, scale, unused, partial(first_nonfinite, total))
 
     def schedule(self, accumulated: Tensor) -> Schedule[Any]:
