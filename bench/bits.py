@@ -48,6 +48,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--real", action="store_true", help="real ranks too, two minutes more")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
     options = parser.parse_args(argv)
+    torch.set_num_threads(1)  # sums of several threads have other bits
     found = dict(_simulated(options.only)) | (_real(options.only) if options.real else {})
     if options.write:
         HERE.write_text(json.dumps(found, indent=0) + "\n")
