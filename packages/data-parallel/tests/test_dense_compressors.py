@@ -463,6 +463,18 @@ def test_dense_steps_are_counted_on_through_another_number_of_ranks():
     assert SimulatedWorld(3).run(body) == [[False, True]] * 3
 
 
+def test_a_rank_that_takes_a_dense_step_alone_is_told():
+    own = {"algorithm": "powersgd", "options": {"dense_steps": 2}}
+
+    def body(comm):
+        model, state = train(comm, steps=[0], **own)[3]
+        state["distributed"]["stood"] += comm.rank
+        with pytest.raises(CollectiveError, match=r"ranks disagree.*powersgd\(rank=None.*powersgd\(rank=2"):
+            train(comm, steps=[1], saved=(model, state), **own)
+
+    SimulatedWorld(2).run(body)
+
+
 def test_residuals_of_another_algorithm_are_applied_in_the_first_dense_step():
     saved = SimulatedWorld(2).run(lambda comm: train(comm, algorithm="dense-int8", steps=range(2), draw=normal))
     own = {"algorithm": "powersgd", "options": {"dense_steps": 1}, "draw": normal}

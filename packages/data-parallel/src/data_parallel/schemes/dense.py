@@ -181,8 +181,11 @@ class CompressedLane(Lane):
         total = gradient.clone() if self.residual is None else self.residual + gradient
         for span in unused:
             total[span] = 0
-        facts = f"{self._compressor.name}({', '.join([*self._said, *Algorithm.age_of(self.state)])})"
-        return Sending(facts, self.schedule(total), flat, scale, unused, partial(first_nonfinite, total))
+        return Sending(self.facts(), self.schedule(total), flat, scale, unused, partial(first_nonfinite, total))
+
+    def facts(self) -> str:
+        """All that ranks must share in this step, as text."""
+        return f"{self._compressor.name}({', '.join([*self._said, *Algorithm.age_of(self.state)])})"
 
     def schedule(self, accumulated: Tensor) -> Schedule[Any]:
         """Rounds of the compressor, which return something with `total` and `dropped`; TypeError for anything else."""

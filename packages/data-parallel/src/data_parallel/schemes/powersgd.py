@@ -122,9 +122,12 @@ class _PowerSGDLane(CompressedLane):
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """Sends the accumulated gradient along the last step's directions; dense in the first steps."""
         self._step, self._columns = self._scheme.stood, None if self._scheme.dense_steps_left else self._scheme.rank
-        elements = powersgd_elements(self.bucket.shapes, self._columns)
-        self._facts = f"powersgd(rank={self._columns}, numel={flat.numel()}, {self._dtype}, elements={elements})"
         return super().send(flat, scale, unused)
+
+    def facts(self) -> str:
+        """Those of this step, which may be a dense one."""
+        elements = powersgd_elements(self.bucket.shapes, self._columns)
+        return f"powersgd(rank={self._columns}, numel={self.bucket.numel}, {self._dtype}, elements={elements})"
 
     def schedule(self, accumulated: Tensor) -> Schedule[LowRank]:
         """Two sums; a direction that has become zero starts anew, without waiting for a GPU."""
