@@ -4,6 +4,7 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld
 from local_sgd import EASGD, CoCoDSGD, LocalSGD, OverlapLocalSGD
+from torch import nn
 
 STEP_SECONDS = 1e-3
 
@@ -84,3 +85,10 @@ def test_evaluation_is_not_counted(quadratic):
         return hidden
 
     assert SimulatedWorld(2, Link(0.4e-3, 0.0)).run(body) == [1.0, 1.0]
+
+
+def test_a_large_model_is_cut_into_several_vectors():
+    """Each small enough for the C library to keep its memory."""
+    model = nn.ParameterList(nn.Parameter(torch.zeros(2_000_000)) for _ in range(4))
+    optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1)
+    assert [part.bucket.numel for part in optimizer._driver.parts] == [6_000_000, 2_000_000]

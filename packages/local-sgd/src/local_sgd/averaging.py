@@ -144,6 +144,7 @@ class Averaging:
         rank, size = self._comm.rank, self._comm.size
         if not self._native:
             sums = [(x, self._facts(f" of {x.numel() - 2} elements, {x.dtype}")) for x in self._given]
+            carry = start if len(sums) > 1 else carry  # all are under way at once
             return [
                 carry(self._allreduce(x, rank, size), self._comm, facts=facts, device=x.device) for x, facts in sums
             ]
