@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -121,7 +122,9 @@ def a_state_that_is_asked_later(rendezvous):
             for _ in range(25):
                 unrelated.step()
             if names:
-                optimizer.step()  # as torch does to fill an optimizer's state for a checkpoint
+                get_state_dict(
+                    ddp, optimizer
+                )  # takes a step at a rate of 0, with gradients of zeros, to fill the state
             for step in range(25):
                 backward(ddp, step, rendezvous)
                 optimizer.step()

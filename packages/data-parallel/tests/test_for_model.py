@@ -360,3 +360,38 @@ def test_what_is_no_module_is_refused():
     for swapped, kind in ((adamw, model.named_parameters()), "generator"), ((model, adamw), "AdamW"):
         with pytest.raises(TypeError, match=rf"model is {kind}, expected the torch\.nn\.Module itself"):
             UpdateOptimizer.for_model(*swapped)
+
+
+@pytest.mark.parametrize("first", ["frozen", "trained"])
+def test_a_discriminator_is_frozen_in_the_turn_of_the_generator(first):
+    """Its forward is then one without anything to learn; it may be the first that is followed."""
+    torch.manual_seed(0)
+    models = generator, discriminator = nn.Linear(4, 8), nn.Linear(8, 1)
+    one, other = (UpdateOptimizer.for_model(torch.optim.Adam(m.parameters()), m, steps=20) for m in models)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            if step or first == "trained":
+                other.zero_grad()
+                discriminator(torch.randn(8, 8)).square().mean().backward()
+                other.step()
+            discriminator.requires_grad_(False)
+            one.zero_grad()
+            discriminator(generator(torch.randn(8, 4))).mean().backward()
+            one.step()
+            discriminator.requires_grad_(True)
+            discriminator.state_dict()
+
+
+def test_a_layer_that_is_frozen_at_first_is_watched_once_it_learns():
+    model = model_of()
+    made = INNER["sgd"](model.parameters())
+    optimizer = UpdateOptimizer(made, model.named_parameters(), density=0.1)
+    model[0].requires_grad_(False)
+    with optimizer.ahead():
+        model(batch(0, 0)).square().mean().backward()
+    assert not model[0].weight._post_accumulate_grad_hooks
+    model[0].requires_grad_(True)
+    with optimizer.ahead():
+        model(batch(0, 0)).square().mean().backward()
+    assert model[0].weight._post_accumulate_grad_hooks

@@ -179,3 +179,32 @@ def test_what_was_not_selected_is_noticed_too(seed):
             optimizer.step()
 
     SimulatedWorld(3).run(body)
+
+
+def test_schedulers_that_part_after_a_skipped_step_are_told_at_the_next():
+    """Only the scaler of the rank with the inf lowers its scale."""
+
+    def body(comm):
+        model = nn.Linear(4, 2)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), comm=comm, nonfinite="skip"
+        )
+        scaler = torch.amp.GradScaler("cpu")
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, total_iters=9)
+        for step in range(6):
+            optimizer.zero_grad()
+            bad = (step, comm.rank) == (3, 1)
+            scaler.scale(model(torch.full((1, 4), INF if bad else 1.0)).square().mean()).backward()
+            before, skipped = scaler.get_scale(), optimizer.skipped
+            scaler.step(optimizer)
+            scaler.update()
+            if optimizer.skipped == skipped if shared else scaler.get_scale() >= before:
+                scheduler.step()
+        return scheduler.get_last_lr(), [p.tolist() for p in model.parameters()]
+
+    shared = False
+    with pytest.raises(CollectiveError, match=r"lr.*after a skipped step: let schedulers follow \.skipped"):
+        SimulatedWorld(2).run(body)
+    shared = True
+    one, other = SimulatedWorld(2).run(body)
+    assert one == other

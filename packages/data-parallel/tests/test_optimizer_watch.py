@@ -154,6 +154,48 @@ def test_each_optimizer_of_one_module_is_seen(group):
     assert "scaled down" in said[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1 / 32, 0.9])
+def test_a_division_by_a_constant_is_not_clipping_and_hides_none(group, factor):
+    """Such as by the number of tokens; it loses nothing."""
+
+    def divide(model):
+        for p in model.parameters():
+            p.grad.mul_(factor)
+
+    behind = Behind()
+    assert behind.steps(40, after=divide) == []
+    (said,) = behind.steps(30, after=clip)
+    assert "scaled down" in said
+
+
+ADAPTIVE = [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Rprop]
+
+
+@pytest.mark.parametrize("make", [*ADAPTIVE, torch.optim.AdamW])
+def test_what_adapts_to_the_size_of_gradients_is_told(group, make):
+    (said,) = Behind(make).steps(10)
+    assert f"{make.__name__} behind a sparse exchange" in said
+    assert Behind(make, density=0.5).steps(10) == []
+
+
+def test_lbfgs_is_told(group):
+    def closure():
+        behind.optimizer.zero_grad()
+        loss = behind.ddp(torch.ones(2, 30)).square().mean()
+        loss.backward()
+        return loss
+
+    behind = Behind(lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            behind.optimizer.step(closure)
+    (said,) = {str(warning.message) for warning in caught}
+    assert "LBFGS behind a sparse exchange" in said
+    assert "algorithm='dense'" in said
+
+
 def one_cycle(optimizer, **given):
     return OneCycleLR(optimizer, max_lr=0.01, total_steps=100, **given)
 

@@ -41,7 +41,10 @@ from data_parallel.tally import Tally
 SHARED = ("lr", "momentum", "betas", "weight_decay")
 """Settings of parameter groups that ranks share; an optimizer may adapt other values there, each rank its own."""
 GROUPS_EVERY = 100
-"""Steps between two comparisons of parameter groups' settings, from the first step on; 1 with an `Elastic`."""
+"""Steps between two comparisons of parameter groups' settings, from the first step on; 1 with an `Elastic`.
+
+They are compared after a skipped step, too: a scheduler that follows each rank's own GradScaler parts them there.
+"""
 HASHES = 1 << 48
 """Number of different hashes in statistics: whole numbers that float64, and so every logger, holds exactly."""
 
@@ -97,7 +100,7 @@ class Exchange:
         self._owner = owner if settings.clip_norm is None else f"{owner} with clip_norm={settings.clip_norm}"
         self._withholds = withholds and bool(self.scheme.keeps)
         self._undoes = settings.undoes(comm)
-        self.taken = self.skipped = 0
+        self.taken = self.skipped = self._skipped = 0  # the last: as of the step before
         self._begins = True  # no step since parameters may have been loaded
         self.cut = self.shared = self.loaded = ""
         self.ranks: Sequence[int] | None = None
@@ -135,14 +138,17 @@ class Exchange:
         """Makes facts of the step that begins, unless `verify` is 0: the first parameters, and the groups' settings."""
         self.shared = ""
         elastic = self.comm.elastic  # who comes later may lack a scheduler's state
-        if self.settings.verify == 0 or not (self._begins or elastic or self.taken % GROUPS_EVERY == 0):
+        after_skip, self._skipped = self.skipped != self._skipped, self.skipped
+        due = self._begins or elastic or after_skip or self.taken % GROUPS_EVERY == 0
+        if self.settings.verify == 0 or not due:
             return
         begun = ""
         if self._begins:
             digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
             begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
         carried = " (newcomers get a scheduler's state by Elastic.carry)" if elastic else ""
-        self.shared = f" with {_shared_settings(optimizer)}{carried}{begun}"
+        skip = " (after a skipped step: let schedulers follow .skipped, not a GradScaler)" if after_skip else ""
+        self.shared = f" with {_shared_settings(optimizer)}{carried}{skip}{begun}"
 
     def count_step(self, parameters: Mapping[str, Tensor], *, when: str = "before") -> None:
         """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ.

@@ -59,6 +59,7 @@ class ErrorLookahead:
         self._used = self._warned = self._made = self._told = False
         self._looks = LOOKS
         self._hooks: list[weakref.finalize[..., Any]] = []  # each removes its own
+        self._watched: set[int] = set()
         self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
 
     @contextmanager
@@ -117,12 +118,19 @@ class ErrorLookahead:
         gradient = self._parameters[member].grad
         return gradient is not None and bool(gradient.any())
 
+    @property
+    def learns(self) -> bool:
+        """Whether any of its parameters is to get a gradient now."""
+        return any(p.requires_grad for p in self._parameters)
+
     def _watch(self) -> None:
         """Sets hooks that run before and after autograd adds to a gradient, until all is known or this object dies."""
-        if not self._hooks and not self._warned:
-            members = dict(enumerate(self._parameters))
-            self._hooks = [watch(self, members, ErrorLookahead.adds, before=True)]
-            self._hooks += [watch(self, members, ErrorLookahead.added)]
+        if self._warned or self._looks <= 0:
+            return
+        new = {at: p for at, p in enumerate(self._parameters) if p.requires_grad and at not in self._watched}
+        if new:
+            self._watched |= new.keys()
+            self._hooks += [watch(self, new, ErrorLookahead.adds, before=True), watch(self, new, ErrorLookahead.added)]
 
     def _given(self) -> list[tuple[int, int] | None]:
         """Snapshot of the gradients in which a change of them shows."""
@@ -185,8 +193,8 @@ class FollowedModule:
         return self._inside is not None
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
-        """Enters, or leaves where no gradients are to be made."""
-        if not (module.training and torch.is_grad_enabled()):
+        """Enters, or leaves where no gradients are to be made, as of a discriminator frozen while others learn."""
+        if not (module.training and torch.is_grad_enabled() and self._lookahead.learns):
             self.leave()
             return
         self.ddp = _ddp_of_now()

@@ -104,7 +104,7 @@ class ExchangingOptimizer(Wrapping):
 
     @property
     def skipped(self) -> int:
-        """Number of steps that nonfinite="skip" left out."""
+        """Number of steps that nonfinite="skip" left out, the same on all ranks, as no GradScaler's scale is."""
         return self._exchange.skipped
 
     def stats(self) -> Stats:

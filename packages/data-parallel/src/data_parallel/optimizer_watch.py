@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from replicas import default_group
@@ -25,6 +25,8 @@ EVERY = 7
 """Steps from one look to the next, which takes two passes over the gradients, and waits for a GPU."""
 ENOUGH = 0.1
 """Density from which on Adam behind a selection is not warned about."""
+ADAPTS = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Rprop)
+"""Optimizers without "betas" that divide by the size of their gradients."""
 
 TWICE = (
     "momentum is on twice: before the selection (momentum=) and in the optimizer, after it, where it repeats the few "
@@ -47,6 +49,10 @@ ADAPTIVE = (
 MUON = (
     "{name} behind a sparse exchange: it makes whole matrices of the few entries that it sees at a time. Take "
     "algorithm='powersgd', which sends something of every element"
+)
+SEARCHES = (
+    "LBFGS behind a sparse exchange: it compares gradients of which each has other entries, and diverges. Send all of "
+    "them, by algorithm='dense', or take SGD"
 )
 SHORTER = (
     "the steps of {name} on {ranks} ranks are up to {times:.1f} times too short, if it divides by the size of its "
@@ -84,6 +90,7 @@ class OptimizerWatch:
         self._owner, self._instead, self._settings, self._compares = owner, instead, settings, compares
         self.given: dict[Tensor, Tensor | None] = {}
         self.awaited: set[int] = set()
+        self._norms: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
         self._said: set[str] = set()
 
     def follow(self, awaited: Iterable[Tensor] = ()) -> None:
@@ -108,7 +115,8 @@ class OptimizerWatch:
         if not self.given and not self.awaited:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(id(p) in self.awaited and p.grad is not None for p in parameters):
+        moves = any(group.get("lr") != 0 for group in optimizer.param_groups)  # torch makes a state by a step without
+        if moves and any(id(p) in self.awaited and p.grad is not None for p in parameters):
             group = default_group()
             if group is not None and group.size() > 1:
                 self.awaited.clear()
@@ -117,8 +125,20 @@ class OptimizerWatch:
             ours = [group for group in optimizer.param_groups if any(p in self.given for p in group["params"])]
             self.say(self.judgement(optimizer, ours), stacklevel=5)
             noted = [(p.grad, norm) for p in held if (norm := self.given.pop(p)) is not None and p.grad is not None]
-            if noted and _shrunk([norm for _, norm in noted], _norms([part_of(gradient) for gradient, _ in noted])):
+            if noted and self._clips(optimizer, *_both_norms(noted)):
                 self.say(CLIPPED.format(owner=self._owner), stacklevel=5)
+
+    def _clips(self, optimizer: Optimizer, given: Tensor, taken: Tensor) -> bool:
+        """Whether single norms have shrunk, or all by one factor to what they had in another look.
+
+        One factor alone may be a division, such as by a number of tokens, which loses nothing.
+        """
+        norm = float(taken.norm())
+        if not norm < 0.999 * float(given.norm()):
+            return False
+        before, self._norms[optimizer] = self._norms.get(optimizer, math.nan), norm
+        ratios = taken / given
+        return bool(ratios.max() > 1.001 * ratios.min()) or math.isclose(norm, before, rel_tol=1e-3)
 
     def judgement(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> str | None:
         """Warning, with a remedy, about an optimizer known to learn badly from selections; None for any other.
@@ -128,10 +148,13 @@ class OptimizerWatch:
         name, momentum = type(optimizer).__name__, self._settings.momentum
         if any("ns_steps" in group for group in groups):
             return MUON.format(name=name) if self._settings.last_density < ENOUGH else None
-        if any("betas" in group for group in groups):
-            text = ADAPTIVE_TWICE if momentum else ADAPTIVE
-            said = text.format(name=name, instead=self._instead)
-            return said if momentum or self._settings.last_density < ENOUGH else None
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return SEARCHES if self._settings.last_density < 1 else None
+        has_betas = any("betas" in group for group in groups)
+        if momentum and has_betas:
+            return ADAPTIVE_TWICE.format(name=name, instead=self._instead)
+        if (has_betas or isinstance(optimizer, ADAPTS)) and self._settings.last_density < ENOUGH:
+            return ADAPTIVE.format(name=name, instead=self._instead)
         if not momentum:
             return None
         if not any(group.get("momentum", 0) for group in groups):
@@ -178,9 +201,11 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
 
 
-def _shrunk(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    """Whether the norm of all together did; without those that were zeroed, as of a layer that must not learn."""
+def _both_norms(noted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Norms that were given, and those that are left, without gradients that were zeroed, as of a frozen layer."""
+    left = _norms([part_of(gradient) for gradient, _ in noted])
     given, taken = (
-        torch.stack([norm.to(after[0].device, torch.float64) for norm in norms]) for norms in (before, after)
+        torch.stack([norm.to(left[0].device, torch.float64) for norm in norms])
+        for norms in ([norm for _, norm in noted], left)
     )
-    return bool(taken.norm() < 0.999 * (given * (taken > 0)).norm())
+    return given[taken > 0], taken[taken > 0]
