@@ -18,9 +18,9 @@ from thinwire.__main__ import main as thinwire
 from thinwire.doctor import command, meeting
 from thinwire.doctor.facts import PACKAGES, Launched, gloo_listens, interfaces, launched, own_addresses, versions
 from thinwire.doctor.installation import about_kernels, about_mpi, about_packages, about_slow_link, about_torch
-from thinwire.doctor.meeting import to_everybody
+from thinwire.doctor.meeting import by_torch, to_everybody
 from thinwire.doctor.probe import FAULT, NOTE, OK, Finding, Probe, probe
-from thinwire.doctor.ranks import about_ranks, numbers, outcome
+from thinwire.doctor.ranks import LATE, about_ranks, numbers, outcome
 
 pytestmark = pytest.mark.quick
 
@@ -101,7 +101,12 @@ KERNELS = "sparse-compress 0.1: on a CPU "
         (said("", status=-4), FAULT, "exit status -4, without a word"),
         (said("", "ImportError: no numpy\n", 1), FAULT, "fails (ImportError: no numpy)"),
         (said("something else\n"), FAULT, "sparse-compress fails"),
-        (TOO_LONG, FAULT, "not done within 30 s"),
+        (TOO_LONG, FAULT, "(not done within 30 s): give a busy machine longer by --timeout; if it hangs, set"),
+        (
+            said(KERNELS + "NumPy: kernels.so cannot be loaded: too short\n"),
+            NOTE,
+            "too short): install sparse-compress",
+        ),
         (TOO_LONG._replace(out=KERNELS + "kernels for avx2: kernels.so\n"), FAULT, "not done within 30 s"),
     ],
 )
@@ -335,6 +340,7 @@ ABSENT = "DistStoreError: Timed out after 24 seconds waiting for clients. 1/2 cl
         (BY_TORCH, "DistNetworkError: Ping failed, invalid value", ["at node1:29500 answers what is not torch's"]),
         (BY_TORCH, ABSENT, [f"rank 0 does not meet them ({ABSENT}): likely node1:29500", "firewall", "interface"]),
         (BY_TORCH, TOO_LONG.why, ["(not done within 30 s)", "MASTER_ADDR", "another program's"]),
+        (BY_TORCH, f"TimeoutError: {LATE}", ["had started): give it longer by --timeout"]),
         (BY_MPI, "ModuleNotFoundError: No module named 'mpi4py'", ["pip install mpi4py"]),
         (BY_MPI, PMIX, ["by a launcher of another MPI than mpi4py's", "start them by that MPI's own mpiexec"]),
         (BY_MPI, TOO_LONG.why, ["(not done within 30 s): likely an mpiexec of another MPI, a firewall"]),
@@ -363,6 +369,11 @@ def test_a_variable_that_is_wrong_is_no_matter_of_firewalls(here, place, words):
     [found] = about_ranks(here, {"error": TOO_LONG.why}, place)
     assert (found.level, found.remedy) == (FAULT, "start ranks by torchrun, or set it")
     assert words in found.what
+
+
+def test_who_comes_when_time_is_over_does_not_blame_the_network():
+    with pytest.raises(TimeoutError, match=LATE):
+        by_torch({}, lambda: -1.5, print)
 
 
 def test_an_outcome_is_what_was_said_until_a_process_ended():
@@ -402,8 +413,9 @@ def test_a_meeting_that_fails_ends_at_once(monkeypatch, capsys):
 
 def test_ranks_that_do_not_come_to_the_store_of_torchrun_are_named(monkeypatch):
     monkeypatch.setattr(meeting, "rendezvous", lambda *given, **limit: iter([(dist.HashStore(), 1, 4)]))
+    left = iter([1.0, 1.0, -1.0])
     with pytest.raises(TimeoutError, match=r"rank 1 met no ranks \[0, 2, 3\]"):
-        meeting.by_torch({}, lambda: -1.0, print)
+        by_torch({}, lambda: next(left), print)
 
 
 def test_ranks_that_come_to_the_store_tell_their_facts_in_order_before_gloo_may_fail(monkeypatch):

@@ -48,10 +48,12 @@ def about_kernels(tried: Probe) -> Finding:
     words = tried.out.strip().partition(": on a CPU ")[2]
     if tried.status != 0 or not words:
         remedy = "set SPARSE_COMPRESS_NATIVE=0; if that helps, install sparse-compress again on this very machine"
+        remedy = f"give a busy machine longer by --timeout; if it hangs, {remedy}" if tried.status is None else remedy
         return fault(f"sparse-compress fails ({tried.why})", remedy)
     if words.startswith("kernels for "):
         return ok(f"sparse-compress has its compiled {words.partition(':')[0]}")
-    remedy = "install a C compiler, then sparse-compress again: pip install --force-reinstall --no-deps"
+    again = "sparse-compress again: pip install --force-reinstall --no-deps ./packages/sparse-compress in a checkout"
+    remedy = f"install {again}" if "cannot be loaded" in words else f"install a C compiler, then {again}"
     if "SPARSE_COMPRESS_NATIVE" in words:
         remedy = "unset SPARSE_COMPRESS_NATIVE"
     return note(f"sparse-compress has no compiled kernels, so it is slower ({words})", remedy)

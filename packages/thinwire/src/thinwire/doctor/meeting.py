@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from thinwire.doctor.facts import Facts, facts, launched, library_name
+from thinwire.doctor.ranks import LATE
 
 FIRST_BYTES = 1 << 16
 """Size of the first large message that measures the link: a second's worth at 0.5 Mbit/s."""
@@ -47,6 +48,8 @@ def meet(mine: Facts, left: Left, say: Callable[..., None]) -> None:
 
 def by_torch(mine: Facts, left: Left, say: Callable[..., None]) -> None:
     """Meets in the Store of $MASTER_ADDR, then by gloo."""
+    if left() <= 0:
+        raise TimeoutError(LATE)
     store: Store
     rank: int
     size: int

@@ -11,6 +11,7 @@ from thinwire.advice.report import speed
 from thinwire.doctor.facts import LOOPBACK, Facts, Launched
 from thinwire.doctor.probe import FAULT, Finding, Probe, fault, ok
 
+LATE = "its time was over before it had started"
 OTHER_MPI = "start them by that MPI's own mpiexec, or with srun by the --mpi= that it speaks"
 
 
@@ -66,12 +67,14 @@ def apart(here: Launched, error: str, environ: Mapping[str, str]) -> Finding:
     if not here.by_torch:
         remedy = "an mpiexec of another MPI, a firewall between hosts, or another network interface than they share"
         return fault(what, f"likely {remedy}")
+    if LATE in error:
+        return fault(what, "give it longer by --timeout")
     if "address already in use" in error.lower():
         return fault(f"MASTER_PORT at {place} is taken by another program", "take another MASTER_PORT")
     if "Ping failed" in error:
         return fault(f"at {place} answers what is not torch's rank 0", "take another MASTER_PORT, no proxy")
     remedy = f"{place} (MASTER_ADDR, MASTER_PORT) cannot be reached from this host or is another program's, a firewall"
-    return fault(what, f"likely {remedy}, a wrong interface, or ranks that were not started")
+    return fault(what, f"likely {remedy}, a wrong interface, or ranks that were not started, or later than --timeout")
 
 
 def misset(here: Launched, environ: Mapping[str, str]) -> str:
