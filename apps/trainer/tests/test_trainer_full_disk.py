@@ -124,6 +124,35 @@ def test_without_room_for_another_epoch_in_the_metrics(app: App, options: Callab
     assert "metrics.jsonl: File too large: make room" in lines[0]
 
 
+@pytest.mark.parametrize("full", [("trace.json",), ("trace.json", "rank")])
+def test_without_room_for_a_trace(
+    app: App, options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch, full: tuple[str, ...]
+) -> None:
+    """At the end of an epoch, or after a checkpoint has found no room in its middle, which is then the reason."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").resolve().name.startswith(full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    codes, lines = ended(app, options(profile=True, batch_size=2, checkpoint_every=9))
+    assert (codes, len(lines)) == ([1, 1], 1), lines
+    assert "No space left on device: make room, then go on with --resume" in lines[0]
+    assert f"{full[-1]}" in lines[0]
+
+
+def test_without_room_for_torchs_own_trace_the_temporary_folder_is_named(
+    app: App, options: Callable[..., Options]
+) -> None:
+    given = options(profile=True, batch_size=2, checkpoint_every=0)
+    with largest_file(3000):  # all but traces fit
+        codes, lines = ended(app, given)
+    assert (codes, len(lines)) == ([1, 1], 1), lines
+    assert "make room, or set TMPDIR to another folder (on rank" in lines[0]
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB, or of whatever mount can make."""
