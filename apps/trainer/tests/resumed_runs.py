@@ -25,7 +25,7 @@ class Killed(BaseException):
 
 
 def train(app: App, options: Options, ranks: int) -> None:
-    SimulatedWorld(ranks, own_generators=True).run(lambda comm: run(app, options, comm))
+    SimulatedWorld(ranks).run(lambda comm: run(app, options, comm))
 
 
 def killed_after(operations: int, app: App, options: Options, ranks: int) -> bool:

@@ -120,6 +120,13 @@ def test_a_rank_dies_in_an_evaluation_and_whoever_is_rank_0_then_goes_on_in_the_
     assert (first["steps"], first["world_size"]) == (STEPS, RANKS - 1)
 
 
+def test_a_trace_survives_a_death_after_it_was_written(elastic: Callable[..., Options]) -> None:
+    """The epoch's end is done again, and torch exports a profile only once."""
+    options = elastic(profile=True)
+    check(options, trained(options, faults=[Dies(1, at=1.75 * EPOCH)]), dead=1)
+    assert RunFolder(options.output).trace.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("algorithm", WAYS)

@@ -1,6 +1,7 @@
 """Evaluation over all ranks, with averaged buffers, leaves the run as it was."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def test_every_world_size_gives_the_same_metrics(app: App, options: Callable[...
     def body(comm: Communicator) -> dict[str, float]:
         torch.manual_seed(0)
         task = app.build(options(), torch.device("cpu"))
-        return evaluate(task, comm, averaged_buffers(task.model, comm))
+        return evaluate(task, comm, averaged_buffers(task.model, comm), nullcontext())
 
     alone = SimulatedWorld(1).run(body)[0]
     results = SimulatedWorld(size).run(body)

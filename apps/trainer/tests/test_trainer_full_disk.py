@@ -17,6 +17,7 @@ from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.launching.ending import exit_code
 from thinwire_trainer.launching.placement import Placement
+from thinwire_trainer.records.metrics import Events
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
 
@@ -122,6 +123,55 @@ def test_without_room_for_another_epoch_in_the_metrics(app: App, options: Callab
     assert codes == [1, 1]
     assert len(lines) == 1
     assert "metrics.jsonl: File too large: make room" in lines[0]
+
+
+@pytest.mark.parametrize("full", [("trace.json",), ("trace.json", "rank")])
+def test_without_room_for_a_trace(
+    app: App, options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch, full: tuple[str, ...]
+) -> None:
+    """At the end of an epoch, or after a checkpoint has found no room in its middle, which is then the reason."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").resolve().name.startswith(full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    codes, lines = ended(app, options(profile=True, batch_size=2, checkpoint_every=9))
+    assert (codes, len(lines)) == ([1, 1], 1), lines
+    assert "No space left on device: make room, then go on with --resume" in lines[0]
+    assert f"{full[-1]}" in lines[0]
+
+
+def test_without_room_for_torchs_own_trace_the_temporary_folder_is_named(
+    app: App, options: Callable[..., Options]
+) -> None:
+    given = options(profile=True, batch_size=2, checkpoint_every=0)
+    with largest_file(3000):  # all but traces fit
+        codes, lines = ended(app, given)
+    assert (codes, len(lines)) == ([1, 1], 1), lines
+    assert "make room, or set TMPDIR to another folder (on rank" in lines[0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread says it too
+@pytest.mark.parametrize("room", [20, 1600])
+def test_without_room_for_the_events_of_tensorboard_their_folder_is_named(
+    app: App, options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """At the start, or in an epoch."""
+    pytest.importorskip("tensorboard")
+    opens = Events.__init__
+
+    def full(self: Events, folder: Path, *, first_step: int) -> None:
+        stack.enter_context(largest_file(room))
+        opens(self, folder, first_step=first_step)
+
+    monkeypatch.setattr(Events, "__init__", full)
+    with contextlib.ExitStack() as stack:
+        codes, lines = ended(app, options(checkpoint_every=0, tensorboard=True))
+    assert codes == [1, 1]
+    assert "/run/events: File too large: make room, then go on with --resume" in lines[-1]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.periodic import MAKERS
 from thinwire_trainer.synchronisers.table import TABLE
-from thinwire_trainer.training import replica as replica_module
+from thinwire_trainer.training import model_generator
 from thinwire_trainer.training.replica import Replica
 
 
@@ -130,13 +130,17 @@ def test_the_same_seed_and_world_give_the_same_bits(
     assert result(other)[0] != result(first)[0]
 
 
-def test_the_model_itself_may_draw_random_numbers(app: App, options: Callable[..., Options], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_model_itself_may_draw_random_numbers(
+    app: App, options: Callable[..., Options], tmp_path: Path, ranks: int
+) -> None:
+    """Killed in the middle of an epoch."""
     straight = options(dnn="dropout", output=tmp_path / "straight")
-    train(app, straight, 1)
+    train(app, straight, ranks)
     broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
-    assert killed_after(20, app, broken, 1)
+    assert killed_after(20, app, broken, ranks)
     torch.manual_seed(99)  # a new process would not begin with the old one's generator either
-    train(app, replace(broken, resume="latest"), 1)
+    train(app, replace(broken, resume="latest"), ranks)
     assert_same_bits(result(broken), result(straight))
 
 
@@ -156,10 +160,10 @@ def test_whether_there_is_a_gpu_may_change_between_a_run_and_its_continuation(
     monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
     straight = options(output=tmp_path / "straight")
     train(app, straight, 1)
-    monkeypatch.setattr(replica_module, "uses_gpu", lambda: then)
+    monkeypatch.setattr(model_generator, "uses_gpu", lambda: then)
     broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
     assert killed_after(20, app, broken, 1)
-    monkeypatch.setattr(replica_module, "uses_gpu", lambda: now)
+    monkeypatch.setattr(model_generator, "uses_gpu", lambda: now)
     train(app, replace(broken, resume="latest"), 1)
     assert put_back == []
     rows, model, _ = result(broken)

@@ -1,10 +1,13 @@
 """Traces that viewers show whole."""
 
+import resource
 from itertools import pairwise
 
 import pytest
+import torch
+from communicators import SimulatedWorld
 from communicators.timeline import on_tracks
-from communicators.tracing import recording, write_trace
+from communicators.tracing import exported, recording, trace_of, write_trace
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,3 +54,44 @@ def test_what_is_no_bar_of_ours_stays_where_it_is():
         {**bar("gloo:recv", 2, 5), "ph": "f", "cat": "flow"},
     ]
     assert on_tracks([dict(event) for event in others]) == others
+
+
+@pytest.fixture
+def recorded():
+    with recording() as found:
+        torch.ones(3) + 1
+    return found
+
+
+def test_a_full_temporary_folder_is_named(recorded):
+    """Torch says nothing where it can write only a part."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"make room, or set TMPDIR to another folder: '/"):
+            trace_of(recorded)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_rank_without_its_trace_raises_and_the_others_do_not_wait_for_it(recorded, monkeypatch):
+    monkeypatch.setattr(recorded, "export_chrome_trace", lambda path: None)  # as on a disk that takes no file at all
+
+    def rank(comm):
+        try:
+            return trace_of(recorded if comm.rank == 1 else None, comm)
+        except OSError as error:
+            return error.strerror
+
+    none, why = SimulatedWorld(2).run(rank)
+    assert none is None
+    assert "TMPDIR" in why
+
+
+def test_a_trace_that_was_exported_may_be_asked_for_again(recorded):
+    """Torch exports a profile only once."""
+    kept = exported(recorded)
+    first, second = trace_of(kept), trace_of(kept)
+    assert first == second
+    with pytest.raises(RuntimeError, match="already saved"):
+        trace_of(recorded)

@@ -48,6 +48,7 @@ from thinwire_trainer.training.batches import (
 from thinwire_trainer.training.elastic import Course, train_elastic
 from thinwire_trainer.training.learning_rate import rate_schedule
 from thinwire_trainer.training.loop import Training, train
+from thinwire_trainer.training.model_generator import ModelGenerator
 from thinwire_trainer.training.phases import Phases, stopwatch_of
 from thinwire_trainer.training.preparation import autocast, compile_forward, make_dense
 from thinwire_trainer.training.replica import Replica, schema_of
@@ -111,8 +112,8 @@ def _built(
     app: App, options: Options, device: torch.device
 ) -> tuple[Task, Callable[[], AbstractContextManager[object]]]:
     """The task, and contexts of its forwards."""
-    torch.manual_seed(options.seed)  # the model starts alike on all ranks
-    task = app.build(options, device)
+    with ModelGenerator(options.seed):  # the model starts alike on all ranks
+        task = app.build(options, device)
     make_dense(task.model)
     compile_forward(task.model, options, device)
     return task, autocast(options, device)
@@ -191,11 +192,11 @@ def _end(training: Training) -> None:
 
 def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Options, comm: Communicator) -> Replica:
     place = comm.rank + ((comm.generation - 1) << 20)  # a newcomer has random numbers of its own
-    torch.manual_seed(derived_seed(options.seed, DROPOUT, place))
+    model_generator = ModelGenerator(derived_seed(options.seed, DROPOUT, place))
     generator = torch.Generator().manual_seed(derived_seed(options.seed, AUGMENT, place))
     carries = task if isinstance(task, Carries) else None
     template = schema_of(carries.state_dict()) if carries else {}
-    return Replica(task.model, synchroniser, generator, meter, carries, template)
+    return Replica(task.model, synchroniser, generator, model_generator, meter, carries, template)
 
 
 def _begin(app: App, training: Training, device: torch.device, choice: str) -> None:

@@ -5,6 +5,7 @@ torch.profiler records those of the thread that it was started in, and of backwa
 background engine's thread. `write_trace` makes one file of all ranks.
 """
 
+import errno
 import json
 import tempfile
 from pathlib import Path
@@ -50,7 +51,7 @@ def write_trace(recorded: profile | None, path: str | Path, comm: Any = None) ->
         Path(path).write_text(json.dumps(trace))
 
 
-def trace_of(recorded: profile | None, comm: Any = None) -> dict[str, Any] | None:
+def trace_of(recorded: profile | dict[str, Any] | None, comm: Any = None) -> dict[str, Any] | None:
     """Trace of what was recorded, on this rank or on all, in the trace event format.
 
     A message is a bar on both of its ranks, from where it was posted until it has come, within a millisecond, and an
@@ -58,7 +59,8 @@ def trace_of(recorded: profile | None, comm: Any = None) -> dict[str, Any] | Non
     and waits are on tracks of their own. Labels of what a rank computes are those that torch.profiler records.
 
     Args:
-        recorded: A torch.profiler.profile that has ended; None on a rank that has recorded nothing.
+        recorded: A torch.profiler.profile that has ended, or what `exported` made of it; None on a rank that has
+            recorded nothing.
         comm: Ranks whose traces make one: see `as_communicator`; all ranks call. Their clocks are compared by pings,
             and "otherData" says how far they may differ. Ranks that an `Elastic` has lost are not in it. Default: this
             rank alone.
@@ -68,20 +70,41 @@ def trace_of(recorded: profile | None, comm: Any = None) -> dict[str, Any] | Non
 
     Raises:
         CollectiveError: The ranks do not all come.
+        OSError: See `exported`; the other ranks have their trace, without this one.
     """
-    trace = None if recorded is None else _exported(recorded)
+    trace = failed = None
+    try:
+        trace = recorded if recorded is None or isinstance(recorded, dict) else exported(recorded)
+    except OSError as error:
+        if comm is None:
+            raise
+        failed = error  # raised when the others, who wait for this rank, have met it
     if comm is not None:
         own = None if trace is None else timeline.Recorded.of(trace)
-        return timeline.gathered(own, as_communicator(comm))
-    if trace is not None:
-        trace["traceEvents"] = timeline.on_tracks(timeline.named_messages(trace["traceEvents"]))
-    return trace
+        found = timeline.gathered(own, as_communicator(comm))
+        if failed is not None:
+            raise failed
+        return found
+    if trace is None:
+        return None
+    return trace | {"traceEvents": timeline.on_tracks(timeline.named_messages(trace["traceEvents"]))}
 
 
-def _exported(recorded: profile) -> dict[str, Any]:
-    """Trace as torch writes it."""
+def exported(recorded: profile) -> dict[str, Any]:
+    """Trace as torch writes it, which it does only once: to be kept where `trace_of` may be called again.
+
+    Args:
+        recorded: A torch.profiler.profile that has ended.
+
+    Raises:
+        OSError: The temporary folder, which torch's own file passes through, has no room, or cannot be written.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
-        trace: dict[str, Any] = json.loads(path.read_text())
+        try:
+            trace: dict[str, Any] = json.loads(path.read_text())
+        except (FileNotFoundError, ValueError) as error:  # torch does not say that it could not write, or not all
+            why = "torch could not write its trace here: make room, or set TMPDIR to another folder"
+            raise OSError(errno.EIO, why, tempfile.gettempdir()) from error
     return trace

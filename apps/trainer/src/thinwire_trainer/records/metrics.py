@@ -161,14 +161,17 @@ class Events:
     def __init__(self, folder: Path, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a killed run wrote after the checkpoint that is resumed is purged; the epoch that ended there stays.
-        self._writer = SummaryWriter(folder, purge_step=first_step + 1)
+        self._folder = folder
+        with naming(folder):
+            # What a killed run wrote after the checkpoint that is resumed is purged; the epoch that ended there stays.
+            self._writer = SummaryWriter(folder, purge_step=first_step + 1)
 
     def write(self, row: Row, stats: Mapping[str, float]) -> None:
-        """Add one epoch, and what training has cost rank 0 by then."""
+        """Add one epoch, and what training has cost rank 0 by then. Raises OSError where the disk is full."""
         steps = int(figure(row, "steps"))
-        for name, value in row.items():
-            if isinstance(value, int | float) and name not in ("epoch", "steps"):
-                self._writer.add_scalar(name, value, steps)
-        metrics.add_scalars(self._writer, stats, steps)
-        self._writer.flush()
+        with naming(self._folder):
+            for name, value in row.items():
+                if isinstance(value, int | float) and name not in ("epoch", "steps"):
+                    self._writer.add_scalar(name, value, steps)
+            metrics.add_scalars(self._writer, stats, steps)
+            self._writer.flush()

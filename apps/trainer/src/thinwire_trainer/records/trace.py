@@ -6,8 +6,10 @@ message is an arrow from rank to rank.
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from communicators import Communicator, tracing
 from torch.profiler import profile
@@ -31,7 +33,7 @@ class Trace:
     def __init__(self, path: Path, *, records: bool = True, writes: bool = True) -> None:
         self.path, self._records, self._writes, self._steps = path, records, writes, 0
         self._running: profile | None = None
-        self._recorded: profile | None = None
+        self._recorded: profile | dict[str, Any] | None = None
         self._shared = False
 
     def step(self) -> None:
@@ -53,24 +55,33 @@ class Trace:
     def share(self, comm: Communicator, *, last: bool) -> None:
         """Writes what all ranks have recorded, once any has; every rank calls it, maybe again after a death.
 
-        last: whether no steps follow. AgreedError where the trace cannot be written.
+        last: whether no steps follow. AgreedError where the trace cannot be written, here or by torch.
         """
         if last:
             self._stop()
         if not any(gather_texts("recorded" if self._recorded else "", comm)):
             return
         self._stop()
-        trace = tracing.trace_of(self._recorded, comm)
+        with all_or_none(comm):
+            self._export()
+        trace, self._shared = tracing.trace_of(self._recorded, comm), True
         with all_or_none(comm):
             if trace is not None:
                 write_aside(self.path, json.dumps(trace))
-        self._shared = True
 
     def close(self) -> None:
-        """Writes what this rank has recorded, if that has not been done."""
+        """Writes what this rank has recorded, if that has not been tried, and can be: why the run ends comes first."""
         self._stop()
         if self._recorded is not None and self._writes and not self._shared:
-            write_aside(self.path, json.dumps(tracing.trace_of(self._recorded)))
+            with suppress(OSError):
+                self._export()
+                write_aside(self.path, json.dumps(tracing.trace_of(self._recorded)))
+
+    def _export(self) -> None:
+        """Keep torch's trace in the place of its profile, which torch exports only once, or nothing where it cannot."""
+        if isinstance(self._recorded, profile):
+            recorded, self._recorded = self._recorded, None
+            self._recorded = tracing.exported(recorded)
 
     def _stop(self) -> None:
         if self._running is not None:

@@ -141,7 +141,7 @@ def train_step(training: Training, read: Iterator[Any], *, samples: int) -> floa
     replica, synchroniser, phases = training.replica, training.replica.synchroniser, training.phases
     phases.enter("update")
     synchroniser.zero_grad()
-    with synchroniser.gradients():
+    with synchroniser.gradients(), replica.model_generator:
         phases.enter("data")
         batch = next(read)
         with training.autocast(), _normalised(samples):
@@ -198,7 +198,13 @@ def end_epoch(training: Training) -> Row:
         training.trace.share(comm, last=replica.position.epoch + 1 == training.options.max_epochs)
     replica.count_bytes()
     began = training.clock()
-    tested = evaluate(training.task, comm, replica.synchroniser.averaged_model(comm), readers=training.options.readers)
+    tested = evaluate(
+        training.task,
+        comm,
+        replica.synchroniser.averaged_model(comm),
+        replica.model_generator,
+        readers=training.options.readers,
+    )
     evaluated = training.clock() - began
     totals.evaluation_seconds += evaluated
     totals.seconds += evaluated
@@ -255,12 +261,20 @@ def save(training: Training) -> None:
 
 @torch.no_grad()
 def evaluate(
-    task: Task, comm: Communicator, averaged: AbstractContextManager[None], *, readers: int = 0
+    task: Task,
+    comm: Communicator,
+    averaged: AbstractContextManager[None],
+    drawing: AbstractContextManager[None],
+    *,
+    readers: int = 0,
 ) -> dict[str, float]:
-    """The task's test metrics, the same on every rank. averaged: inside it all ranks have the same model."""
+    """The task's test metrics, the same on every rank.
+
+    averaged: inside it all ranks have the same model. drawing: inside it torch's random numbers are this rank's.
+    """
     task.model.eval()
     shards = batches_of(task).test_batches(rank=comm.rank, size=comm.size)
-    with averaged, closing(test_input(task, shards, readers=readers)) as batches:
+    with averaged, closing(test_input(task, shards, readers=readers)) as batches, drawing:
         sums = torch.stack([task.score(batch) for batch in batches]).sum(0)
     task.model.train()
     return task.metrics(allreduce(sums, comm))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from thinwire_trainer.agreement import Meter
 from thinwire_trainer.app import Carries
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.launching.device import uses_gpu
 from thinwire_trainer.synchronisers.synchroniser import Synchroniser
+from thinwire_trainer.training.model_generator import ModelGenerator
 
 PLAIN = (Tensor, int, float, str, bool, type(None))
 
@@ -92,6 +92,7 @@ class Replica:
     model: nn.Module
     synchroniser: Synchroniser
     generator: torch.Generator  # of this rank's augmentation
+    model_generator: ModelGenerator
     meter: Meter
     carries: Carries | None = None
     template: dict[str, str] = field(default_factory=dict)  # of what it carries: see `schema`
@@ -111,8 +112,7 @@ class Replica:
             **synchronised,
             **({"task": self.carries.state_dict()} if self.carries else {}),
             "generator": self.generator.get_state(),
-            "torch_rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state() if uses_gpu() else None,
+            **self.model_generator.state_dict(),
             "position": asdict(self.position),
             "totals": asdict(self.totals),
         }
@@ -143,9 +143,7 @@ class Replica:
                 raise ValueError(f"the task's state: {why}")
             self.carries.load_state_dict(state["task"])
         self.generator.set_state(state["generator"])
-        torch.set_rng_state(state["torch_rng"])
-        if state["cuda_rng"] is not None and uses_gpu():  # else a GPU draws on from where this run's seed put it
-            torch.cuda.set_rng_state(state["cuda_rng"])
+        self.model_generator.load_state_dict(state)
         self.position, self.totals = counted(Position, state["position"]), counted(Totals, state["totals"])
         self.meter.begin()
 
