@@ -151,6 +151,28 @@ def test_another_number_of_ranks_has_the_mean_of_the_moments_and_the_same_to_app
     SimulatedWorld(size).run(lambda comm: train(comm, range(2), (saved[0][0], states[comm.rank]), density=0.1))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD])
+def test_moments_of_a_parameter_that_is_a_number_are_means_and_counters_stay_counters(kind):
+    """As of a temperature that is learnt, nn.Parameter(torch.tensor(1.0))."""
+
+    def body(comm):
+        model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.0)), "w": nn.Parameter(torch.ones(3))})
+        optimizer = UpdateOptimizer(kind(model.parameters(), lr=0.01), model.named_parameters(), comm=comm, density=1.0)
+        for step in range(2):
+            with optimizer.ahead():
+                for p in model.values():
+                    p.grad = torch.full_like(p, 1.0 + comm.rank + step)
+            optimizer.step()
+        return optimizer.state_dict()
+
+    first, second = SimulatedWorld(2).run(body)
+    for resharded in reshard_residuals([first, second], 3):
+        for number, kept in resharded["state"].items():
+            assert kept["step"] == 2
+            for name, value in kept.items():
+                assert torch.equal(value, (first["state"][number][name] + second["state"][number][name]) / 2), name
+
+
 def test_residuals_of_gradients_are_not_taken_for_updates():
     def body(comm):
         _, state = train(comm, range(2), density=0.1)

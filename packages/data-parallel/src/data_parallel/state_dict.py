@@ -203,13 +203,23 @@ def _mean_of_states(states: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
         for parameter, kept in state.items():
             for name, value in kept.items():
                 merged.setdefault(parameter, {}).setdefault(name, []).append(value)
-    return {p: {name: _mean(values) for name, values in kept.items()} for p, kept in merged.items()}
+    return {p: _means(kept) for p, kept in merged.items()}
+
+
+def _means(kept: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Means over ranks of one parameter's state; a counter, which is the same on all ranks, stays as it is.
+
+    A number beside tensors that have dimensions is a counter; beside none the parameter itself is a number.
+    """
+    dims = {name: first.dim() for name, (first, *_) in kept.items() if isinstance(first, Tensor)}
+    counters = {name for name, dim in dims.items() if not dim and (name == "step" or any(dims.values()))}
+    return {name: values[0] if name in counters else _mean(values) for name, values in kept.items()}
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Mean of tensors; a counter, which is the same on all ranks, stays as it is."""
+    """Mean of floating-point tensors; anything else stays as the first rank has it."""
     first = values[0]
-    if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() == 0:
+    if not isinstance(first, Tensor) or not first.is_floating_point():
         return first
     total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
     for value in values:
