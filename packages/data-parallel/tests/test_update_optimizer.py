@@ -173,6 +173,30 @@ def test_moments_of_a_parameter_that_is_a_number_are_means_and_counters_stay_cou
                 assert torch.equal(value, (first["state"][number][name] + second["state"][number][name]) / 2), name
 
 
+def test_moments_that_only_some_ranks_have_are_the_mean_over_these():
+    """And what a state foresees for a parameter without a gradient so far counts for nothing."""
+
+    def body(comm, state=None):
+        model, optimizer = made(comm, density=1.0)
+        if state is not None:
+            optimizer.load_state_dict(state)
+            return optimizer.optimizer.state_dict()["state"]
+        with optimizer.ahead():
+            give(model, comm, 0)
+            model["a"].grad = None
+            model["b"].grad = None if comm.rank == 0 else torch.full((5,), float(comm.rank))
+        optimizer.step()
+        return optimizer.state_dict()
+
+    states = SimulatedWorld(3).run(body)
+    resharded = reshard_residuals(states, 2)
+    for kept in SimulatedWorld(2).run(lambda comm: body(comm, resharded[comm.rank])):
+        assert sorted(kept) == [1, 2, 3]
+        assert torch.equal(
+            kept[1]["exp_avg"], (states[1]["state"][1]["exp_avg"] + states[2]["state"][1]["exp_avg"]) / 2
+        )
+
+
 def test_residuals_of_gradients_are_not_taken_for_updates():
     def body(comm):
         _, state = train(comm, range(2), density=0.1)

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 from communicators import Communicator
-from replicas import STATE_KEY, check_like, check_saved_by, is_dense, saved_by, state_of_rank, states_of_ranks
+from replicas import (
+    STATE_KEY,
+    check_like,
+    check_loaded,
+    check_saved_by,
+    is_dense,
+    saved_by,
+    state_of_rank,
+    states_of_ranks,
+)
 from sparse_compress import all_finite
 from torch import Tensor
 
@@ -159,7 +168,11 @@ def reshard_residuals(
         )
     wrapped = states[0]
     if owns[0].get("sends") == "updates":  # then the moments are each rank's own
-        wrapped = {**wrapped, "state": _mean_of_states([state["state"] for state in states])}
+        held: list[Any] = [own.get("wrapped") for own in owns]
+        kept = [check_loaded(state, names)["state"] for state, names in zip(states, held, strict=True)]
+        wrapped = {**wrapped, "state": _mean_of_states(kept)}
+        if all(isinstance(names, list) for names in held):
+            owns = [{**own, "wrapped": sorted({name for names in held for name in names})} for own in owns]
     return [{**wrapped, STATE_KEY: _reshard(owns, rank, size, drop=drop)} for rank in range(size)]
 
 
