@@ -151,6 +151,7 @@ def test_another_number_of_ranks_has_the_mean_of_the_moments_and_the_same_to_app
     SimulatedWorld(size).run(lambda comm: train(comm, range(2), (saved[0][0], states[comm.rank]), density=0.1))
 
 
+@pytest.mark.filterwarnings("ignore:ASGD averages parameters")
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD])
 def test_moments_of_a_parameter_that_is_a_number_are_means_and_counters_stay_counters(kind):
     """As of a temperature that is learnt, nn.Parameter(torch.tensor(1.0))."""
@@ -312,6 +313,35 @@ def test_settings_that_do_not_fit(options, says):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=says):
         UpdateOptimizer(torch.optim.AdamW(model.parameters()), model.named_parameters(), **options)
+
+
+class OnItsClosure(torch.optim.SGD):
+    def step(self, closure):
+        loss = closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_that_cannot_step_without_its_closure_is_refused(wrapped):
+    """Whatever a scheduler has put round its step."""
+    model = nn.Linear(2, 2)
+    optimizer = OnItsClosure(model.parameters(), lr=0.1)
+    if wrapped:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(
+        TypeError, match=r"OnItsClosure.step\(\) needs closure, and .* give OnItsClosure a step\(closure="
+    ):
+        UpdateOptimizer(optimizer, model.named_parameters())
+
+
+def test_averages_of_a_ranks_own_parameters_are_told_of():
+    def body(comm):
+        made(comm, optimizer=torch.optim.ASGD)
+
+    SimulatedWorld(1).run(body)
+    with pytest.warns(UserWarning, match="ASGD averages parameters, .* take a DistributedOptimizer"):
+        SimulatedWorld(2).run(body)
 
 
 @pytest.mark.parametrize(
