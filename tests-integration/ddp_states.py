@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from data_parallel import DistributedOptimizer, SparseHookState, reshard_residuals, sparse_hook
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, reshard_residuals, sparse_hook
 from data_parallel.schemes.table import COMPRESSORS
 from ddp_cases import Run, all_steps, folder, gradients_of
 from sparse_compress import RandomK
@@ -112,6 +112,35 @@ def new_optimizer():
             train(*one, range(2))
         assert same(dict(model.state_dict()), dict(third.state_dict()))
         assert same(dict(other.state_dict()), dict(third.state_dict()))
+
+
+def late_gradients():
+    """A parameter that has had no gradient on this rank, as of a layer that is used later, is new when it is loaded."""
+
+    def late(seed):
+        torch.manual_seed(seed)
+        model = nn.ParameterDict({"a": nn.Parameter(torch.randn(5, 3)), "b": nn.Parameter(torch.randn(40))})
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, UpdateOptimizer(inner, model.named_parameters(), density=0.2)
+
+    def steps(model, optimizer, which):
+        for step in which:
+            with optimizer.ahead():
+                gradients = gradients_of(step, dist.get_rank(), shapes={"a": (5, 3), "b": (40,)})
+                model["a"].grad = gradients["a"]
+                model["b"].grad = gradients["b"] if step >= 3 + dist.get_rank() % 2 else None
+            optimizer.step()
+
+    (model, optimizer), (loaded, resumed) = late(0), late(1)
+    steps(model, optimizer, range(3))
+    where = folder()
+    dcp.save({"model": model.state_dict(), key(): optimizer}, checkpoint_id=where)
+    dcp.load({"model": loaded.state_dict(), key(): resumed}, checkpoint_id=where)
+    assert len(resumed.optimizer.state) == 1
+    for one in ((model, optimizer), (loaded, resumed)):
+        steps(*one, range(3, 7))
+    assert same(dict(model.state_dict()), dict(loaded.state_dict()))
+    assert same(resumed.state_dict(), optimizer.state_dict())
 
 
 class Picky(torch.optim.SGD):
@@ -249,6 +278,7 @@ def python_reducer():
 LAWS = [
     optimizer_by_dcp,
     new_optimizer,
+    late_gradients,
     what_dcp_would_leave_out_is_an_error,
     torchs_helpers_are_refused,
     by_dcp_on_other_ranks,

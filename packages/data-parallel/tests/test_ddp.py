@@ -384,6 +384,43 @@ def test_for_model_finds_the_momentum_that_another_for_model_has_moved():
         assert again.param_groups[0]["weight_decay"] == decay
 
 
+@pytest.mark.filterwarnings("error:momentum is on twice")
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_group_that_is_added_after_for_model_is_treated_as_the_others(resumed):
+    """A layer that learns from half way on: the bits are those of a state and an SGD that were set by hand."""
+
+    def trained(by_hand):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+        model[0].requires_grad_(False)
+        ddp = DistributedDataParallel(model)
+        given = {"weight_decay": 0.1, "momentum": 0.0} if by_hand else {"weight_decay": 0.025, "momentum": 0.75}
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.05, **given)
+        if resumed and not by_hand:
+            saved = {"weight_decay": 0.1, "momentum": 0.0}
+            optimizer.load_state_dict(torch.optim.SGD(model[2].parameters(), lr=0.05, **saved).state_dict())
+        if by_hand:
+            state = SparseHookState(density=0.1, momentum=0.75, named_parameters=ddp)
+            ddp.register_comm_hook(state, sparse_hook)
+        else:
+            state = SparseHookState.for_model(ddp, optimizer, density=lambda step: 0.1)
+        for step in range(16):
+            if step == 8:
+                model[0].requires_grad_(True)
+                ddp = DistributedDataParallel(model)
+                ddp.register_comm_hook(state, sparse_hook)
+                optimizer.add_param_group({"params": [*model[0].parameters()]})
+            optimizer.zero_grad()
+            ddp(torch.full((4, 8), step / 8)).square().mean().backward()
+            optimizer.step()
+        settings = [(group["momentum"], round(group["weight_decay"], 9)) for group in optimizer.param_groups]
+        return settings, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    (settings, bits), (by_hand, expected) = trained(False), trained(True)
+    assert settings == by_hand == [(0.0, 0.1)] * 2
+    assert torch.equal(bits, expected)
+
+
 def test_for_model_finds_the_momentum_of_groups_too():
     ddp, optimizer, _ = by_hook(
         lambda parameters: torch.optim.SGD([{"params": [*parameters], "momentum": 0.9}], lr=0.1)

@@ -151,6 +151,53 @@ def test_another_number_of_ranks_has_the_mean_of_the_moments_and_the_same_to_app
     SimulatedWorld(size).run(lambda comm: train(comm, range(2), (saved[0][0], states[comm.rank]), density=0.1))
 
 
+@pytest.mark.filterwarnings("ignore:ASGD averages parameters")
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD])
+def test_moments_of_a_parameter_that_is_a_number_are_means_and_counters_stay_counters(kind):
+    """As of a temperature that is learnt, nn.Parameter(torch.tensor(1.0))."""
+
+    def body(comm):
+        model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.0)), "w": nn.Parameter(torch.ones(3))})
+        optimizer = UpdateOptimizer(kind(model.parameters(), lr=0.01), model.named_parameters(), comm=comm, density=1.0)
+        for step in range(2):
+            with optimizer.ahead():
+                for p in model.values():
+                    p.grad = torch.full_like(p, 1.0 + comm.rank + step)
+            optimizer.step()
+        return optimizer.state_dict()
+
+    first, second = SimulatedWorld(2).run(body)
+    for resharded in reshard_residuals([first, second], 3):
+        for number, kept in resharded["state"].items():
+            assert kept["step"] == 2
+            for name, value in kept.items():
+                assert torch.equal(value, (first["state"][number][name] + second["state"][number][name]) / 2), name
+
+
+def test_moments_that_only_some_ranks_have_are_the_mean_over_these():
+    """And what a state foresees for a parameter without a gradient so far counts for nothing."""
+
+    def body(comm, state=None):
+        model, optimizer = made(comm, density=1.0)
+        if state is not None:
+            optimizer.load_state_dict(state)
+            return optimizer.optimizer.state_dict()["state"]
+        with optimizer.ahead():
+            give(model, comm, 0)
+            model["a"].grad = None
+            model["b"].grad = None if comm.rank == 0 else torch.full((5,), float(comm.rank))
+        optimizer.step()
+        return optimizer.state_dict()
+
+    states = SimulatedWorld(3).run(body)
+    resharded = reshard_residuals(states, 2)
+    for kept in SimulatedWorld(2).run(lambda comm: body(comm, resharded[comm.rank])):
+        assert sorted(kept) == [1, 2, 3]
+        assert torch.equal(
+            kept[1]["exp_avg"], (states[1]["state"][1]["exp_avg"] + states[2]["state"][1]["exp_avg"]) / 2
+        )
+
+
 def test_residuals_of_gradients_are_not_taken_for_updates():
     def body(comm):
         _, state = train(comm, range(2), density=0.1)
@@ -266,6 +313,35 @@ def test_settings_that_do_not_fit(options, says):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=says):
         UpdateOptimizer(torch.optim.AdamW(model.parameters()), model.named_parameters(), **options)
+
+
+class OnItsClosure(torch.optim.SGD):
+    def step(self, closure):
+        loss = closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_that_cannot_step_without_its_closure_is_refused(wrapped):
+    """Whatever a scheduler has put round its step."""
+    model = nn.Linear(2, 2)
+    optimizer = OnItsClosure(model.parameters(), lr=0.1)
+    if wrapped:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(
+        TypeError, match=r"OnItsClosure.step\(\) needs closure, and .* give OnItsClosure a step\(closure="
+    ):
+        UpdateOptimizer(optimizer, model.named_parameters())
+
+
+def test_averages_of_a_ranks_own_parameters_are_told_of():
+    def body(comm):
+        made(comm, optimizer=torch.optim.ASGD)
+
+    SimulatedWorld(1).run(body)
+    with pytest.warns(UserWarning, match="ASGD averages parameters, .* take a DistributedOptimizer"):
+        SimulatedWorld(2).run(body)
 
 
 @pytest.mark.parametrize(

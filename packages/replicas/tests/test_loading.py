@@ -2,12 +2,13 @@
 
 import copy
 from enum import Enum
+from functools import partial
 
 import pytest
 import torch
 from communicators import SimulatedWorld
 from partial_collectives import EagerSGD
-from replicas import check_like, is_dense, load_into, wholly
+from replicas import check_like, check_loaded, foreseen_state, is_dense, load_into, saved_optimizer, wholly
 from torch.optim import lr_scheduler
 
 
@@ -76,6 +77,49 @@ def test_state_that_has_not_the_dtype_of_its_parameter_goes_on_with_the_same_bit
     train(p, optimizer, 5)
     train(fresh, loaded, 5)
     assert torch.equal(fresh, p)
+
+
+def late(kind, steps=0):
+    """An optimizer of three parameters, of which the second has no gradient, and the third learns nothing."""
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (4, 2), (5,))]
+    parameters[2].requires_grad_(False)
+    optimizer = kind(parameters, lr=0.1)
+    for _ in range(steps):
+        parameters[0].grad = torch.ones(2, 3)
+        optimizer.step()
+    return optimizer
+
+
+def shapes(state):
+    return {(p, name): getattr(v, "shape", None) for p, kept in state["state"].items() for name, v in kept.items()}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.SGD])
+def test_a_state_has_all_that_a_template_has_and_loads_what_the_optimizer_had(kind):
+    """Of a parameter without a gradient so far: torch.distributed.checkpoint refuses a file that lacks something."""
+    kind = partial(kind, momentum=0.9) if kind is torch.optim.SGD else kind
+    optimizer, fresh = late(kind, steps=3), late(kind)
+    (state, held), (template, _) = (saved_optimizer(one, stepped=one is optimizer) for one in (optimizer, fresh))
+    assert shapes(state) == shapes(template)
+    assert {p for p, _ in shapes(state)} >= {0, 1}
+    own = optimizer.state_dict()
+    loaded = check_loaded({**state, "state": {str(p): kept for p, kept in state["state"].items()}}, held)
+    assert shapes(loaded) == shapes(own)
+    assert all(torch.equal(loaded["state"][p][name], own["state"][p][name]) for p, name in shapes(own))
+
+
+def test_what_is_foreseen_of_one_parameter_copies_no_other():
+    optimizer = late(torch.optim.AdamW, steps=1)
+    first, second, _ = optimizer.param_groups[0]["params"]
+    first.grad, second.grad, before = None, torch.ones(4, 2), copy.deepcopy(optimizer.state_dict())
+
+    def refuse(*_):
+        raise AssertionError("copied")
+
+    first.__deepcopy__ = optimizer.state[first]["exp_avg"].__deepcopy__ = refuse
+    assert list(foreseen_state(optimizer, of=[second])) == [1]
+    assert second.grad.all()
+    assert shapes(optimizer.state_dict()) == shapes(before)
 
 
 @pytest.mark.parametrize(

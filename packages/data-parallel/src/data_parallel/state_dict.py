@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 from communicators import Communicator
-from replicas import STATE_KEY, check_like, check_saved_by, is_dense, saved_by, state_of_rank, states_of_ranks
+from replicas import (
+    STATE_KEY,
+    check_like,
+    check_loaded,
+    check_saved_by,
+    is_dense,
+    saved_by,
+    state_of_rank,
+    states_of_ranks,
+)
 from sparse_compress import all_finite
 from torch import Tensor
 
@@ -159,7 +168,11 @@ def reshard_residuals(
         )
     wrapped = states[0]
     if owns[0].get("sends") == "updates":  # then the moments are each rank's own
-        wrapped = {**wrapped, "state": _mean_of_states([state["state"] for state in states])}
+        held: list[Any] = [own.get("wrapped") for own in owns]
+        kept = [check_loaded(state, names)["state"] for state, names in zip(states, held, strict=True)]
+        wrapped = {**wrapped, "state": _mean_of_states(kept)}
+        if all(isinstance(names, list) for names in held):
+            owns = [{**own, "wrapped": sorted({name for names in held for name in names})} for own in owns]
     return [{**wrapped, STATE_KEY: _reshard(owns, rank, size, drop=drop)} for rank in range(size)]
 
 
@@ -203,13 +216,23 @@ def _mean_of_states(states: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
         for parameter, kept in state.items():
             for name, value in kept.items():
                 merged.setdefault(parameter, {}).setdefault(name, []).append(value)
-    return {p: {name: _mean(values) for name, values in kept.items()} for p, kept in merged.items()}
+    return {p: _means(kept) for p, kept in merged.items()}
+
+
+def _means(kept: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Means over ranks of one parameter's state; a counter, which is the same on all ranks, stays as it is.
+
+    A number beside tensors that have dimensions is a counter; beside none the parameter itself is a number.
+    """
+    dims = {name: first.dim() for name, (first, *_) in kept.items() if isinstance(first, Tensor)}
+    counters = {name for name, dim in dims.items() if not dim and (name == "step" or any(dims.values()))}
+    return {name: values[0] if name in counters else _mean(values) for name, values in kept.items()}
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Mean of tensors; a counter, which is the same on all ranks, stays as it is."""
+    """Mean of floating-point tensors; anything else stays as the first rank has it."""
     first = values[0]
-    if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() == 0:
+    if not isinstance(first, Tensor) or not first.is_floating_point():
         return first
     total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
     for value in values:

@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import Parameter, signature
 from typing import Any, Self, Unpack
 
 import torch
@@ -34,12 +35,16 @@ AGAIN = (
     "momentum. A state that was loaded, OneCycleLR or CyclicLR has set it. Set the groups' betas again, give these "
     "cycle_momentum=False, or give for_model beta1=None"
 )
+AVERAGES = (
+    "ASGD averages parameters, ax in its state. Under an UpdateOptimizer these are of a rank's own steps, others on "
+    "every rank: if you use them, take a DistributedOptimizer, whose ranks stay equal"
+)
 TINY = 256
 """Elements: biases and norms, not matrices."""
 
 
 class UpdateOptimizer(ExchangingOptimizer):
-    """Wraps an optimizer, Adam or any other, so that all ranks take the mean of what each one's would do.
+    """Wraps an optimizer, Adam or almost any other, so that all ranks take the mean of what each one's would do.
 
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.5, 0.999))
         optimizer = UpdateOptimizer(optimizer, model.named_parameters(), density=0.01)
@@ -63,8 +68,10 @@ class UpdateOptimizer(ExchangingOptimizer):
 
     Args:
         optimizer: Built over the live parameters; this object shares its param_groups, state and defaults, so
-            learning-rate schedulers take either. It must need its closure only once, which LBFGS does not, and step
-            all parameters on every rank, which a ZeroRedundancyOptimizer does not.
+            learning-rate schedulers take either. Its step() is called without a closure, which this class's step calls
+            once: LBFGS needs it more often. It must step all parameters on every rank, which a ZeroRedundancyOptimizer
+            does not, and keep no parameters in its state, as ASGD and schedule-free optimizers do: what they average is
+            of a rank's own steps, and another model on every rank. Wrap these in a DistributedOptimizer.
         named_parameters: Those of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
             Freezing, unfreezing or adding some later is an error of the next step: make a new UpdateOptimizer.
             ValueError if none is left.
@@ -109,8 +116,11 @@ class UpdateOptimizer(ExchangingOptimizer):
                 f"DistributedOptimizer"
             )
         super().__init__(optimizer, named_parameters, comm, checked, sends="updates")
+        _refuse_closure(optimizer)
         if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
+        if isinstance(optimizer, torch.optim.ASGD) and self.comm.size > 1:
+            warnings.warn(AVERAGES, stacklevel=2)
         self._step_correction = AdamStepCorrection(optimizer, self.comm)
         self._followed: FollowedModule | None = None
         self._told_of_ddp = False
@@ -317,6 +327,18 @@ class UpdateOptimizer(ExchangingOptimizer):
     def _open(self) -> None:
         self._exchange.cut = self._rates.facts
         self._means = Means(self._exchange, self._rates.buckets())
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    """Raises TypeError where step() needs arguments: it is called without any, on gradients that are there."""
+    named = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    _, *given = signature(type(optimizer).step).parameters.values()  # but self
+    if needed := [one.name for one in given if one.default is Parameter.empty and one.kind in named]:
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"{kind}.step() needs {', '.join(needed)}, and an UpdateOptimizer calls it without arguments, after it has "
+            f"called the closure itself: give {kind} a step(closure=None) that takes the gradients as they are"
+        )
 
 
 def updates_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:

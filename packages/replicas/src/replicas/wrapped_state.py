@@ -4,13 +4,13 @@ import copy
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
-from itertools import chain, islice
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from traceback import walk_stack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from replicas.loading import check_like, is_number
@@ -25,22 +25,27 @@ def saved_optimizer(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, A
     """The optimizer's state_dict, and a list of what it holds by parameter, for `check_loaded`.
 
     torch.distributed.checkpoint loads only what it finds, and a new optimizer has no state yet. So a new one gives the
-    state that it will have after a step, to be loaded into, marked so that it is left out where it was not.
+    state that it will have after a step, to be loaded into, marked so that it is left out where it was not. A file must
+    have all that a new one gives: parameters that have had no gradient yet get such state too, which is not listed.
 
     Args:
         optimizer: Optimizer to be saved.
-        stepped: Whether it has all the state that it will have.
+        stepped: Whether it has taken a step, after which one without state keeps none.
     """
     state = optimizer.state_dict()
-    if state["state"] or stepped:
+    kept, numbers = state["state"], _in_groups(state["param_groups"])
+    numbered = zip(numbers, _in_groups(optimizer.param_groups), strict=True)
+    late = [p for number, p in numbered if p.requires_grad and not kept.get(number)]
+    if not late or (stepped and not kept):
         return state, _held(state)
-    return {**state, "state": foreseen_state(optimizer)}, _NEW
+    return {**state, "state": {**foreseen_state(optimizer, of=late), **kept}}, _held(state) if kept else _NEW
 
 
 def check_loaded(state: Mapping[str, Any], held: Any) -> dict[str, Any]:
     """State for the optimizer to load, of what `saved_optimizer` gave, by torch.distributed.checkpoint or not.
 
-    A file of torch.distributed.checkpoint has text for numbers, and no empty parts.
+    A file of torch.distributed.checkpoint has text for numbers, and no empty parts. What `held` does not name was not
+    the optimizer's, and is left out.
 
     Args:
         state: The optimizer's state_dict.
@@ -53,13 +58,17 @@ def check_loaded(state: Mapping[str, Any], held: Any) -> dict[str, Any]:
     state = {**state, "state": {int(p) if str(p).isdigit() else p: kept for p, kept in by_parameter.items()}}
     if held == _NEW:
         return {**state, "state": {}}
-    if held is not None and (lost := sorted(set(held) - set(_held(state)))):
+    if held is None:
+        return state
+    if lost := sorted(set(held) - set(_held(state))):
         raise ValueError(
             f"of the wrapped optimizer's state the checkpoint holds {lost}, which was not loaded: "
             "torch.distributed.checkpoint loads only what the state given to it holds; take a step before, or load "
             "the whole file by torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
         )
-    return state
+    names = set(held)
+    own = {p: {name: v for name, v in kept.items() if f"{p}.{name}" in names} for p, kept in state["state"].items()}
+    return {**state, "state": {p: kept for p, kept in own.items() if kept}}
 
 
 def load_into(held: Any, state: Mapping[str, Any]) -> None:
@@ -100,7 +109,7 @@ def _is_setting(held: Any) -> bool:
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     check_like(state, {"state": {}, "param_groups": [{"params": []}]}, "the wrapped optimizer's state")
-    saved = [number for group in state["param_groups"] for number in group["params"]]
+    saved = _in_groups(state["param_groups"])
     if len(set(saved)) < len(saved) or not all(isinstance(state["state"].get(number, {}), dict) for number in saved):
         raise ValueError(f"the wrapped optimizer's state is not by parameter, of which it has {saved!r:.200}")
     before = optimizer.param_groups
@@ -121,7 +130,7 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             )
         _check_numbers(group, settings, "a group of the wrapped optimizer")
     foreseen = _shapes_after_a_step(optimizer)
-    for number, p in zip(saved, chain.from_iterable(group["params"] for group in before), strict=True):
+    for number, p in zip(saved, _in_groups(before), strict=True):
         if kept := state["state"].get(number):
             _check_kept(kept, foreseen.get(p, {}), f"the wrapped optimizer's state of parameter {number}")
             _uncast(optimizer.state.get(p, {}), kept, p)
@@ -174,21 +183,31 @@ def _is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:
+def foreseen_state(optimizer: Optimizer, *, of: Iterable[Tensor] | None = None) -> dict[Any, Any]:
     """Part "state" of the state_dict after a step, taken by a copy; {} where a step takes more than gradients.
 
     Args:
         optimizer: Optimizer, which stays as it is.
+        of: Parameters whose state is asked for: no others are copied. Default: all.
     """
+    parameters = _in_groups(optimizer.param_groups)
+    asked = {id(p) for p in (parameters if of is None else of)}
+    others = [p for p in parameters if id(p) not in asked]
+    stand_ins: dict[int, Any] = {id(p): nn.Parameter(p.new_empty([0] * p.dim()), requires_grad=False) for p in others}
+    stand_ins |= {id(optimizer.state[p]): {} for p in others if p in optimizer.state}
     try:
-        scratch = copy.deepcopy(optimizer)
-        for group in scratch.param_groups:
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        scratch = copy.deepcopy(optimizer, stand_ins)
+        for p in _in_groups(scratch.param_groups):
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
         scratch.step()
     except Exception:  # one that needs a closure, or cannot be copied: what is not loaded is an error then
         return {}
-    return dict(scratch.state_dict()["state"])
+    return {p: kept for p, kept in scratch.state_dict()["state"].items() if kept}
+
+
+def _in_groups(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Parameters, or their numbers in a state, in the order of the groups."""
+    return [p for group in groups for p in group["params"]]
 
 
 def refuse_torch_helpers(what: str) -> None:

@@ -41,6 +41,8 @@ NOT_BROUGHT = (
     "DistributedDataParallel, and register this state with it. A loaded state of another model does not fit; save and "
     "load one with named_parameters"
 )
+MOVED = "_moved_momentum"
+"""Attribute of an SGD whose momentum `for_model` has moved, for another `for_model`."""
 NO_FILE = "save state.state_dict(), and load it into a new SparseHookState"
 
 
@@ -148,8 +150,9 @@ class SparseHookState:
             state = SparseHookState.for_model(ddp, optimizer, steps=10_000)
 
         Where the algorithm selects, the momentum of the SGD moves to the state, so that it comes before the selection,
-        and its weight decay, which stays, is divided by 1 − momentum: it is as strong as with momentum after it. Groups
-        of which DDP exchanges nothing, such as experts that it is told to ignore, keep both.
+        and its weight decay, which stays, is divided by 1 − momentum: it is as strong as with momentum after it. The
+        same holds for what the SGD gives to groups that are added later. Groups of which DDP exchanges nothing, such as
+        experts that it is told to ignore, keep both; one that is added later has to name them.
 
         Args:
             ddp: Module without a hook.
@@ -185,10 +188,10 @@ class SparseHookState:
         elsewhere = None if ddp.process_group is default_group() else ddp.process_group
         made = cls(**{"process_group": elsewhere, "named_parameters": ddp, **settings})
         ddp.register_comm_hook(made, sparse_hook)
-        for group in groups if checked.may_select else ():
+        for group in [optimizer.defaults, *groups] if checked.may_select else ():  # defaults: of groups to be added
             if group["momentum"]:
-                group["weight_decay"] /= 1 - made._settings.momentum
-                optimizer.defaults["momentum"] = group["momentum"]  # for another `for_model`
+                group["weight_decay"] = group["weight_decay"] / (1 - made._settings.momentum)
+                setattr(optimizer, MOVED, group["momentum"])
             group["momentum"] = 0.0
         return made
 
@@ -514,7 +517,7 @@ def _momentum_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], ddp: Di
             f"groups hold {mixed}, which DDP ignores, beside parameters that it exchanges, whose momentum moves to the "
             "state: give the ignored ones a parameter group of their own, which keeps its momentum"
         )
-    return momenta.pop() or float(optimizer.defaults["momentum"])
+    return momenta.pop() or float(getattr(optimizer, MOVED, optimizer.defaults["momentum"]))
 
 
 def _raise_first(errors: list[Exception]) -> None:
