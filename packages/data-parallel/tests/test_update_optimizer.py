@@ -322,8 +322,9 @@ class OnItsClosure(torch.optim.SGD):
         return loss
 
 
+@pytest.mark.parametrize("kind", [DistributedOptimizer, UpdateOptimizer])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_an_optimizer_that_cannot_step_without_its_closure_is_refused(wrapped):
+def test_an_optimizer_that_cannot_step_without_its_closure_is_refused(wrapped, kind):
     """Whatever a scheduler has put round its step."""
     model = nn.Linear(2, 2)
     optimizer = OnItsClosure(model.parameters(), lr=0.1)
@@ -332,7 +333,7 @@ def test_an_optimizer_that_cannot_step_without_its_closure_is_refused(wrapped):
     with pytest.raises(
         TypeError, match=r"OnItsClosure.step\(\) needs closure, and .* give OnItsClosure a step\(closure="
     ):
-        UpdateOptimizer(optimizer, model.named_parameters())
+        kind(optimizer, model.named_parameters())
 
 
 def test_averages_of_a_ranks_own_parameters_are_told_of():

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import Parameter, signature
 from typing import Any, Unpack
 
 import torch
@@ -69,6 +70,7 @@ class ExchangingOptimizer(Wrapping):
         if isinstance(optimizer, LBFGS):
             raise TypeError(f"LBFGS asks for gradients several times in a step, for which {owner} takes one")
         super().__init__(optimizer, named, comm)
+        _refuse_closure(optimizer, owner)
         self._sent = dict(reversed(self.trained.items()) if overlap else self.trained.items())
         self._trained = list(self._sent.values())
         sent = list(self._sent), list(self.trained.values())
@@ -478,3 +480,15 @@ class DistributedOptimizer(ExchangingOptimizer):
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
         super()._load(own, wrapped)
         self._forget_means()
+
+
+def _refuse_closure(optimizer: Optimizer, owner: str) -> None:
+    """Raises TypeError where step() needs arguments: it is called without any, on gradients that are there."""
+    named = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    _, *given = signature(type(optimizer).step).parameters.values()  # but self
+    if needed := [one.name for one in given if one.default is Parameter.empty and one.kind in named]:
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"{kind}.step() needs {', '.join(needed)}, and {owner} calls it without arguments, after it has called the "
+            f"closure itself: give {kind} a step(closure=None) that takes the gradients as they are"
+        )

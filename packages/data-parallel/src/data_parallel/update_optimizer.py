@@ -11,7 +11,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from inspect import Parameter, signature
 from typing import Any, Self, Unpack
 
 import torch
@@ -116,7 +115,6 @@ class UpdateOptimizer(ExchangingOptimizer):
                 f"DistributedOptimizer"
             )
         super().__init__(optimizer, named_parameters, comm, checked, sends="updates")
-        _refuse_closure(optimizer)
         if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
         if isinstance(optimizer, torch.optim.ASGD) and self.comm.size > 1:
@@ -327,18 +325,6 @@ class UpdateOptimizer(ExchangingOptimizer):
     def _open(self) -> None:
         self._exchange.cut = self._rates.facts
         self._means = Means(self._exchange, self._rates.buckets())
-
-
-def _refuse_closure(optimizer: Optimizer) -> None:
-    """Raises TypeError where step() needs arguments: it is called without any, on gradients that are there."""
-    named = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    _, *given = signature(type(optimizer).step).parameters.values()  # but self
-    if needed := [one.name for one in given if one.default is Parameter.empty and one.kind in named]:
-        kind = type(optimizer).__name__
-        raise TypeError(
-            f"{kind}.step() needs {', '.join(needed)}, and an UpdateOptimizer calls it without arguments, after it has "
-            f"called the closure itself: give {kind} a step(closure=None) that takes the gradients as they are"
-        )
 
 
 def updates_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
