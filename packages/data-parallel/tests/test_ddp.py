@@ -428,6 +428,15 @@ def test_for_model_finds_the_momentum_of_groups_too():
     assert SparseHookState.for_model(DistributedDataParallel(ddp.module), optimizer)._settings.momentum == 0.9
 
 
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_another_for_model_finds_the_momentum_in_a_copy_too(through):
+    ddp, optimizer, _ = by_hook(sgd)
+    model, optimizer = through((ddp.module, optimizer))
+    assert optimizer.param_groups[0]["momentum"] == 0.0
+    state = SparseHookState.for_model(DistributedDataParallel(model), optimizer)
+    assert state._settings.momentum == 0.9
+
+
 def test_for_model_refuses_the_optimizer_of_another_model():
     ddp, other = DistributedDataParallel(nn.Linear(2, 2)), sgd(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match="none of the optimizer's parameters is the model's"):

@@ -411,3 +411,28 @@ def test_a_checkpoint_that_a_newcomer_loads_is_refused_there_and_the_others_go_o
     *others, _ = SimulatedWorld(RANKS).run(body)
     for _, history in others:
         assert torch.equal(history[LONG - 1]["parameters"], others[0][1][LONG - 1]["parameters"])
+
+
+@pytest.mark.parametrize("kind", ["small", "updates of Adam by oktopk"])
+def test_a_newcomer_after_a_skipped_step_agrees_with_the_others(kind):
+    def body(comm):
+        comm.elapse(comm.rank * 1e-9 + (0.02 if comm.rank == 3 else 0.0))
+        world = Elastic(comm) if comm.rank == 3 else Elastic(comm, start_with=3)
+        model = new_model()
+        optimizer, sizes = made(kind, model, world), []
+        for step in range(optimizer.stats()["steps"], 60):
+            comm.elapse(1e-3)
+            optimizer.zero_grad()
+            with optimizer.ahead() if kind in UPDATES else nullcontext():
+                x = torch.nn.utils.parameters_to_vector(model.values())
+                torch.autograd.backward(x, gradient_of(comm.rank, step))
+            if (step, comm.rank) == (5, 1):
+                model["a"].grad[0] = torch.inf
+            optimizer.step()
+            sizes.append(world.size)
+        world.close()
+        return optimizer.skipped, sizes[-1], flat_of(model)
+
+    found = SimulatedWorld(RANKS).run(body)
+    assert [(skipped, size) for skipped, size, _ in found] == [(1, RANKS)] * RANKS
+    assert all(torch.equal(x, found[0][2]) for *_, x in found)

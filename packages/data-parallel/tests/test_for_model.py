@@ -383,6 +383,28 @@ def test_a_discriminator_is_frozen_in_the_turn_of_the_generator(first):
             discriminator.state_dict()
 
 
+def test_a_model_is_frozen_between_its_own_forward_and_backward():
+    """Where others learn through it; its own backward finds the parameters of its forward."""
+    torch.manual_seed(0)
+    generator = nn.Linear(4, 8)
+    discriminator = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    one, other = (
+        UpdateOptimizer.for_model(torch.optim.Adam(m.parameters()), m, steps=20) for m in (generator, discriminator)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            other.zero_grad()
+            own = discriminator(torch.randn(8, 8)).square().mean()
+            discriminator.requires_grad_(False)
+            one.zero_grad()
+            discriminator(generator(torch.randn(8, 4))).mean().backward()
+            one.step()
+            discriminator.requires_grad_(True)
+            own.backward()
+            other.step()
+
+
 def test_a_layer_that_is_frozen_at_first_is_watched_once_it_learns():
     model = model_of()
     made = INNER["sgd"](model.parameters())

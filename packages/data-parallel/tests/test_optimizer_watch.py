@@ -155,16 +155,16 @@ def test_each_optimizer_of_one_module_is_seen(group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [1 / 32, 0.9])
-def test_a_division_by_a_constant_is_not_clipping_and_hides_none(group, factor):
+@pytest.mark.parametrize(("factor", "dtype"), [(1 / 32, torch.float32), (0.9, torch.float32), (1 / 80, torch.bfloat16)])
+def test_a_division_by_a_constant_is_not_clipping_and_hides_none(group, factor, dtype):
     """Such as by the number of tokens; it loses nothing."""
 
     def divide(model):
         for p in model.parameters():
-            p.grad.mul_(factor)
+            p.grad.copy_(p.grad.to(dtype).mul_(factor))
 
     behind = Behind()
-    assert behind.steps(40, after=divide) == []
+    assert behind.steps(200, after=divide) == []
     (said,) = behind.steps(30, after=clip)
     assert "scaled down" in said
 
@@ -194,6 +194,23 @@ def test_lbfgs_is_told(group):
     (said,) = {str(warning.message) for warning in caught}
     assert "LBFGS behind a sparse exchange" in said
     assert "algorithm='dense'" in said
+
+
+@pytest.mark.slow
+def test_clipping_of_all_at_once_is_seen_by_each_of_two_optimizers(group):
+    """Whose shares of the common norm vary."""
+    behind = Behind(lambda parameters: sgd([p for p in parameters if p.ndim == 2]))
+    other = sgd([p for p in behind.model.parameters() if p.ndim == 1])
+    assert behind.steps(20) == []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        said = behind.steps(30, after=lambda model: (clip(model), other.step()))
+    assert ["scaled down" in text for text in [*said, *(str(warning.message) for warning in caught)]] == [True]
+
+
+def test_momentum_in_both_places_is_told_of_rmsprop_too(group):
+    (said,) = Behind(lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9), momentum=0.9).steps(10)
+    assert "momentum is on twice" in said
 
 
 def one_cycle(optimizer, **given):

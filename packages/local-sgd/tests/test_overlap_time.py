@@ -3,7 +3,9 @@
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
-from local_sgd import EASGD, CoCoDSGD, LocalSGD, OverlapLocalSGD
+from local_sgd import EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD
+from sparse_collectives import sparse_allreduce
+from sparse_compress import ErrorFeedback, TopK
 from torch import nn
 
 STEP_SECONDS = 1e-3
@@ -92,3 +94,8 @@ def test_a_large_model_is_cut_into_several_vectors():
     model = nn.ParameterList(nn.Parameter(torch.zeros(2_000_000)) for _ in range(4))
     optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1)
     assert [part.bucket.numel for part in optimizer._driver.parts] == [6_000_000, 2_000_000]
+    compress = ErrorFeedback(TopK(0.01))  # among all elements
+    optimizer = DiLoCo(
+        torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, compress=compress, allreduce=sparse_allreduce
+    )
+    assert [part.bucket.numel for part in optimizer._driver.parts] == [8_000_000]

@@ -147,7 +147,8 @@ class Exchange:
             digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
             begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
         carried = " (newcomers get a scheduler's state by Elastic.carry)" if elastic else ""
-        skip = " (after a skipped step: let schedulers follow .skipped, not a GradScaler)" if after_skip else ""
+        says = after_skip and not elastic  # who comes later knows of no skipped step
+        skip = " (after a skipped step: let schedulers follow .skipped, not a GradScaler)" if says else ""
         self.shared = f" with {_shared_settings(optimizer)}{carried}{skip}{begun}"
 
     def count_step(self, parameters: Mapping[str, Tensor], *, when: str = "before") -> None:
@@ -312,6 +313,7 @@ class Exchange:
         self._lanes, self._open, self.flags = {}, [], []
         self.loaded = f" with a state of {own['steps']} steps loaded" if "steps" in own else " with a state loaded"
         self.taken, self.skipped, self._begins = own.get("steps", 0), own.get("skipped", 0), True
+        self._skipped = self.skipped
         for lane in lanes:
             self.open(lane.bucket)
 

@@ -193,9 +193,11 @@ class FollowedModule:
         return self._inside is not None
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
-        """Enters, or leaves where no gradients are to be made, as of a discriminator frozen while others learn."""
-        if not (module.training and torch.is_grad_enabled() and self._lookahead.learns):
+        """Enters, or leaves where no gradients are to be made; does neither while all is frozen and others learn."""
+        if not (module.training and torch.is_grad_enabled()):
             self.leave()
+            return
+        if not self._lookahead.learns:
             return
         self.ddp = _ddp_of_now()
         if not self._lookahead.now:

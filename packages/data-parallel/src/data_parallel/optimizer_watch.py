@@ -90,7 +90,7 @@ class OptimizerWatch:
         self._owner, self._instead, self._settings, self._compares = owner, instead, settings, compares
         self.given: dict[Tensor, Tensor | None] = {}
         self.awaited: set[int] = set()
-        self._norms: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
+        self._factors: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()  # of the last look
         self._said: set[str] = set()
 
     def follow(self, awaited: Iterable[Tensor] = ()) -> None:
@@ -128,17 +128,14 @@ class OptimizerWatch:
             if noted and self._clips(optimizer, *_both_norms(noted)):
                 self.say(CLIPPED.format(owner=self._owner), stacklevel=5)
 
-    def _clips(self, optimizer: Optimizer, given: Tensor, taken: Tensor) -> bool:
-        """Whether single norms have shrunk, or all by one factor to what they had in another look.
+    def _clips(self, optimizer: Optimizer, given: float, left: float) -> bool:
+        """Whether a norm has shrunk, by another factor than in the last look.
 
-        One factor alone may be a division, such as by a number of tokens, which loses nothing.
+        By the same one each time a mean was divided, such as by a number of tokens, which loses nothing.
         """
-        norm = float(taken.norm())
-        if not norm < 0.999 * float(given.norm()):
-            return False
-        before, self._norms[optimizer] = self._norms.get(optimizer, math.nan), norm
-        ratios = taken / given
-        return bool(ratios.max() > 1.001 * ratios.min()) or math.isclose(norm, before, rel_tol=1e-3)
+        factor = left / given if given else 1.0
+        before, self._factors[optimizer] = self._factors.get(optimizer, factor), factor
+        return factor < 0.999 and not math.isclose(factor, before, rel_tol=0.01)
 
     def judgement(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> str | None:
         """Warning, with a remedy, about an optimizer known to learn badly from selections; None for any other.
@@ -153,15 +150,13 @@ class OptimizerWatch:
         has_betas = any("betas" in group for group in groups)
         if momentum and has_betas:
             return ADAPTIVE_TWICE.format(name=name, instead=self._instead)
+        if momentum and any(group.get("momentum", 0) for group in groups):
+            return TWICE + (CYCLED if any("base_momentum" in group for group in groups) else "")
         if (has_betas or isinstance(optimizer, ADAPTS)) and self._settings.last_density < ENOUGH:
             return ADAPTIVE.format(name=name, instead=self._instead)
-        if not momentum:
-            return None
-        if not any(group.get("momentum", 0) for group in groups):
-            density = self._settings.last_density
-            cleared = isinstance(self._settings.compressor, TopK) and 1 - momentum < density < 1
-            return CLEARED.format(momentum=momentum, density=density) if cleared else None
-        return TWICE + (CYCLED if any("base_momentum" in group for group in groups) else "")
+        density = self._settings.last_density
+        cleared = isinstance(self._settings.compressor, TopK) and 1 - momentum < density < 1
+        return CLEARED.format(momentum=momentum, density=density) if momentum and cleared else None
 
     def say(self, text: str | None, *, stacklevel: int) -> None:
         """Issues a UserWarning, unless it was issued before."""
@@ -201,11 +196,11 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
 
 
-def _both_norms(noted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Norms that were given, and those that are left, without gradients that were zeroed, as of a frozen layer."""
+def _both_norms(noted: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Norm that was given, and what is left of it, without gradients that were zeroed, as of a frozen layer."""
     left = _norms([part_of(gradient) for gradient, _ in noted])
     given, taken = (
         torch.stack([norm.to(left[0].device, torch.float64) for norm in norms])
         for norms in ([norm for _, norm in noted], left)
     )
-    return given[taken > 0], taken[taken > 0]
+    return float((given * (taken > 0)).norm()), float(taken.norm())

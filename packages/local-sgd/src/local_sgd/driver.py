@@ -15,7 +15,7 @@ from torch import Tensor
 
 from local_sgd.at_rest import AtRest
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
-from local_sgd.compression import CompressedAveraging, ResidualSum
+from local_sgd.compression import CompressedAveraging, ResidualSum, SparseSum
 from local_sgd.fragments import Fragment, Fragments, fragments_of
 from local_sgd.inner_state import average_inner_state, averaged_entries
 from local_sgd.parts import by_name, digest, parts_of, refuse_other_shapes
@@ -115,8 +115,10 @@ class Driver:
         self._weighted = settings.get("weighted", False)
         self._sum: dict[str, Any] = {"native": settings.get("native", False), "shares": settings.get("shares")}
         device = None if settings.get("anchor_device") is None else torch.device(str(settings["anchor_device"]))
+        selects = isinstance(self.sums, SparseSum)  # among all elements of a vector
+        most = settings.get("bucket_bytes") or (None if selects else BUCKET_BYTES)
         self._pieces = [
-            (list(piece), parts_of(owner.param_groups, piece, settings.get("bucket_bytes") or BUCKET_BYTES, device))
+            (list(piece), parts_of(owner.param_groups, piece, most, device))
             for piece in fragments_of(owner.trained, self._asked)
         ]
         self.parts = [part for _, parts in self._pieces for part in parts]

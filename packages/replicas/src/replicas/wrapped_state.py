@@ -38,7 +38,8 @@ def saved_optimizer(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, A
     late = [p for number, p in numbered if p.requires_grad and not kept.get(number)]
     if not late or (stepped and not kept):
         return state, _held(state)
-    return {**state, "state": {**foreseen_state(optimizer, of=late), **kept}}, _held(state) if kept else _NEW
+    own = {number: of for number, of in kept.items() if of}
+    return {**state, "state": {**foreseen_state(optimizer, of=late), **own}}, _held(state) if kept else _NEW
 
 
 def check_loaded(state: Mapping[str, Any], held: Any) -> dict[str, Any]:
@@ -193,9 +194,9 @@ def foreseen_state(optimizer: Optimizer, *, of: Iterable[Tensor] | None = None) 
     parameters = _in_groups(optimizer.param_groups)
     asked = {id(p) for p in (parameters if of is None else of)}
     others = [p for p in parameters if id(p) not in asked]
-    stand_ins: dict[int, Any] = {id(p): nn.Parameter(p.new_empty([0] * p.dim()), requires_grad=False) for p in others}
-    stand_ins |= {id(optimizer.state[p]): {} for p in others if p in optimizer.state}
+    stand_ins: dict[int, Any] = {id(optimizer.state[p]): {} for p in others if p in optimizer.state}
     try:
+        stand_ins |= {id(p): nn.Parameter(p.new_empty([0] * p.dim()), requires_grad=False) for p in others}
         scratch = copy.deepcopy(optimizer, stand_ins)
         for p in _in_groups(scratch.param_groups):
             p.grad = torch.zeros_like(p) if p.requires_grad else None

@@ -323,7 +323,7 @@ class Wrapping(Optimizer):
 
         Args:
             own: Plain values and tensors.
-            stepped: Whether the wrapped optimizer has all the state that it will have.
+            stepped: Whether the wrapped optimizer has taken a step.
         """
         refuse_torch_helpers(self.what)
         wrapped, held = saved_optimizer(self.optimizer, stepped=stepped)

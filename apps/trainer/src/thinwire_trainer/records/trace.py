@@ -6,7 +6,7 @@ message is an arrow from rank to rank.
 """
 
 import json
-from contextlib import suppress
+import warnings
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -62,9 +62,10 @@ class Trace:
         if not any(gather_texts("recorded" if self._recorded else "", comm)):
             return
         self._stop()
+        self._shared = True
         with all_or_none(comm):
             self._export()
-        trace, self._shared = tracing.trace_of(self._recorded, comm), True
+        trace = tracing.trace_of(self._recorded, comm)
         with all_or_none(comm):
             if trace is not None:
                 write_aside(self.path, json.dumps(trace))
@@ -73,9 +74,11 @@ class Trace:
         """Writes what this rank has recorded, if that has not been tried, and can be: why the run ends comes first."""
         self._stop()
         if self._recorded is not None and self._writes and not self._shared:
-            with suppress(OSError):
+            try:
                 self._export()
                 write_aside(self.path, json.dumps(tracing.trace_of(self._recorded)))
+            except OSError as error:
+                warnings.warn(f"no trace is written: {error}", stacklevel=2)
 
     def _export(self) -> None:
         """Keep torch's trace in the place of its profile, which torch exports only once, or nothing where it cannot."""

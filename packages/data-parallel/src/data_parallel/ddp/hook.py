@@ -41,8 +41,8 @@ NOT_BROUGHT = (
     "DistributedDataParallel, and register this state with it. A loaded state of another model does not fit; save and "
     "load one with named_parameters"
 )
-MOVED = "_moved_momentum"
-"""Attribute of an SGD whose momentum `for_model` has moved, for another `for_model`."""
+MOVED = "moved_momentum"
+"""Key of an SGD's defaults, which go with its copies: momentum that `for_model` has moved, for another `for_model`."""
 NO_FILE = "save state.state_dict(), and load it into a new SparseHookState"
 
 
@@ -191,7 +191,7 @@ class SparseHookState:
         for group in [optimizer.defaults, *groups] if checked.may_select else ():  # defaults: of groups to be added
             if group["momentum"]:
                 group["weight_decay"] = group["weight_decay"] / (1 - made._settings.momentum)
-                setattr(optimizer, MOVED, group["momentum"])
+                optimizer.defaults[MOVED] = group["momentum"]
             group["momentum"] = 0.0
         return made
 
@@ -517,7 +517,7 @@ def _momentum_of(optimizer: Optimizer, groups: Sequence[dict[str, Any]], ddp: Di
             f"groups hold {mixed}, which DDP ignores, beside parameters that it exchanges, whose momentum moves to the "
             "state: give the ignored ones a parameter group of their own, which keeps its momentum"
         )
-    return momenta.pop() or float(getattr(optimizer, MOVED, optimizer.defaults["momentum"]))
+    return momenta.pop() or float(optimizer.defaults.get(MOVED, optimizer.defaults["momentum"]))
 
 
 def _raise_first(errors: list[Exception]) -> None:

@@ -51,7 +51,7 @@ class DeMo(PeriodicAveraging):
     rounded beside the parameters: their values do not count in it, nor what else is written to them. The model is z,
     the same bits on all ranks if they compute matrix products alike: with unlike processors, devices or numbers of
     threads, give `verify`. z, m and what x is short of the exact step take as much memory as the model each, and up to
-    seven vectors more of that size, or of `bucket_bytes`, for a moment in `average`.
+    seven vectors more of `bucket_bytes` each, for a moment in `average`.
 
     Differs from the paper's code: coefficients travel in bfloat16, whose rounding error stays in m, with places of 16
     bits (there 32 bits or the parameter's, and 64); m is kept as coefficients; a kernel of a convolution is a matrix
