@@ -347,7 +347,7 @@ def clipping_behind_the_exchange_is_said_once():
     run = Run()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(3):
+        for step in range(16):  # of which three are looked at
             run.optimizer.zero_grad()
             run.backward(step)
             torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)

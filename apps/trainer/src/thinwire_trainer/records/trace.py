@@ -6,7 +6,7 @@ message is an arrow from rank to rank.
 """
 
 import json
-import warnings
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -74,11 +74,9 @@ class Trace:
         """Writes what this rank has recorded, if that has not been tried, and can be: why the run ends comes first."""
         self._stop()
         if self._recorded is not None and self._writes and not self._shared:
-            try:
+            with suppress(OSError):
                 self._export()
                 write_aside(self.path, json.dumps(tracing.trace_of(self._recorded)))
-            except OSError as error:
-                warnings.warn(f"no trace is written: {error}", stacklevel=2)
 
     def _export(self) -> None:
         """Keep torch's trace in the place of its profile, which torch exports only once, or nothing where it cannot."""
