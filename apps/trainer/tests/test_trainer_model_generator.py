@@ -13,7 +13,7 @@ from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.run import run
 from thinwire_trainer.training.batches import DROPOUT, derived_seed
-from thinwire_trainer.training.model_generator import ModelGenerator
+from thinwire_trainer.training.replica import ModelGenerator
 from torch import Generator, Tensor
 
 pytestmark = pytest.mark.quick

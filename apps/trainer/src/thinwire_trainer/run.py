@@ -48,10 +48,9 @@ from thinwire_trainer.training.batches import (
 from thinwire_trainer.training.elastic import Course, train_elastic
 from thinwire_trainer.training.learning_rate import rate_schedule
 from thinwire_trainer.training.loop import Training, train
-from thinwire_trainer.training.model_generator import ModelGenerator
 from thinwire_trainer.training.phases import Phases, stopwatch_of
 from thinwire_trainer.training.preparation import autocast, compile_forward, make_dense
-from thinwire_trainer.training.replica import Replica, schema_of
+from thinwire_trainer.training.replica import ModelGenerator, Replica, schema_of
 
 CPU = torch.device("cpu")
 Trains = Callable[[Training], None]
