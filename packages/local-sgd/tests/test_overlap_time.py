@@ -3,7 +3,8 @@
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
-from local_sgd import EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD
+from communicators import run as run_now
+from local_sgd import EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, averaging
 from sparse_collectives import sparse_allreduce
 from sparse_compress import ErrorFeedback, TopK
 from torch import nn
@@ -87,6 +88,29 @@ def test_evaluation_is_not_counted(quadratic):
         return hidden
 
     assert SimulatedWorld(2, Link(0.4e-3, 0.0)).run(body) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "waits"), [(None, 1), (160, 0)])
+def test_vectors_of_one_mean_are_under_way_at_once(monkeypatch, bucket_bytes, waits):
+    """A single one is waited for in its turn; of several none is before all have begun."""
+    waited = []
+    monkeypatch.setattr(averaging, "run", lambda *given, **how: waited.append(given) or run_now(*given, **how))
+
+    def body(comm):
+        model = nn.ParameterList(nn.Parameter(torch.zeros(40)) for _ in range(3))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LocalSGD(inner, comm=comm, sync_every=1, bucket_bytes=bucket_bytes)
+        for p in model:
+            p.grad = torch.full((40,), float(comm.rank))
+        optimizer.step()
+        optimizer.average()
+        seen = len(waited)
+        optimizer.finish()
+        return seen, torch.cat([p.detach() for p in model])
+
+    [(seen, x)] = SimulatedWorld(1).run(body)
+    assert seen == waits
+    assert not x.any()
 
 
 def test_a_large_model_is_cut_into_several_vectors():

@@ -63,8 +63,8 @@ class PeriodicAveraging(Wrapping):
             `communicators.shares_by_rate`; of the models alone, not of buffers and inner states. The model has the same
             bits whatever they are, and within rounding those without. Default: a sum in halves, or a ring.
         bucket_bytes: Most bytes of an exchanged vector, of one group, dtype and device; a larger tensor has its own.
-            Vectors are under way at once; a compressor selects in each. Default: 25 MiB, as DDP's; none with a
-            compressor.
+            Vectors are under way at once. Default: 25 MiB, as DDP's; no limit where `compress` is an object that
+            selects, since it does so in each vector.
         anchor_device: Device of anchors, momenta and means, such as "cpu"; default: the parameters'.
         verify: Number of boundaries between comparisons of a hash of what ranks share there: the rule's anchors and
             momenta, or without such the mean. The end of training compares the model. In between every rank hashes its
