@@ -24,7 +24,7 @@ from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.periodic import MAKERS
 from thinwire_trainer.synchronisers.table import TABLE
-from thinwire_trainer.training import model_generator
+from thinwire_trainer.training import replica
 from thinwire_trainer.training.replica import Replica
 
 
@@ -160,10 +160,10 @@ def test_whether_there_is_a_gpu_may_change_between_a_run_and_its_continuation(
     monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
     straight = options(output=tmp_path / "straight")
     train(app, straight, 1)
-    monkeypatch.setattr(model_generator, "uses_gpu", lambda: then)
+    monkeypatch.setattr(replica, "uses_gpu", lambda: then)
     broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
     assert killed_after(20, app, broken, 1)
-    monkeypatch.setattr(model_generator, "uses_gpu", lambda: now)
+    monkeypatch.setattr(replica, "uses_gpu", lambda: now)
     train(app, replace(broken, resume="latest"), 1)
     assert put_back == []
     rows, model, _ = result(broken)
