@@ -80,6 +80,9 @@ def forked(forking, tmp_path_factory):
         outputs = [[Path(rank[stream]).read_text() for stream in ("stdout", "stderr")] for rank in ranks]
         if None in statuses:
             pytest.fail(f"{command} on {len(ranks)} processes did not end within {timeout} s\n{outputs}")
+        for rank, (status, (_, said)) in enumerate(zip(statuses, outputs, strict=True)):
+            if status:  # shown where the test fails, which may ask one rank only
+                print(f"rank {rank} ended with {status}:\n{said}")
         done = zip(statuses, outputs, strict=True)
         return [subprocess.CompletedProcess(command, status, *output) for status, output in done]
 

@@ -111,6 +111,7 @@ def become(rank: Rank) -> None:
     for descriptor, where in enumerate((os.devnull, rank.stdout, rank.stderr)):
         opened = where if isinstance(where, int) else os.open(where, os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(opened, descriptor)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     os.chdir(rank.folder)
     os.environ.clear()
