@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from old_torch import sees_all_threads
 from traces import arrows, check_trace
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -55,7 +54,6 @@ def test_ddp_in_mixed_precision(processes):
     assert float(re.search(r"\(([\d.]+)x fewer\)", said)[1]) > 20
 
 
-@sees_all_threads
 def test_a_trace(processes, tmp_path):
     assert "fewer" in output(processes(3, EXAMPLES / "ddp_trace.py", tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from communicators import Dies, Elastic, SimulatedWorld, allreduce, timeline
-from old_torch import sees_all_threads
 from traces import arrows, bars, check_trace
 
 TRAIN = """
@@ -84,7 +83,6 @@ def check(path, size):
 
 @pytest.mark.quick
 @pytest.mark.timeout(180)
-@sees_all_threads
 def test_over_gloo(processes, tmp_path):
     (tmp_path / "train.py").write_text(GLOO + TRAIN)
     for done in processes(3, tmp_path / "train.py", tmp_path, *KINDS):
@@ -95,7 +93,6 @@ def test_over_gloo(processes, tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.timeout(180)
-@sees_all_threads
 def test_over_mpi_and_its_groups(mpiexec, tmp_path):
     (tmp_path / "train.py").write_text(MPI + TRAIN + GROUPS)
     done = mpiexec(4, tmp_path / "train.py", tmp_path, "gradients", "local-sgd")

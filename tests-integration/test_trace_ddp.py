@@ -6,7 +6,6 @@ import json
 from itertools import pairwise
 
 import pytest
-from old_torch import sees_all_threads
 
 SCRIPT = """
 import json, sys
@@ -53,7 +52,6 @@ def spans(events, name):
 
 
 @pytest.mark.quick
-@sees_all_threads
 def test_selection_and_exchange_are_seen_beside_backward(processes, tmp_path):
     script, trace = tmp_path / "train.py", tmp_path / "trace.json"
     script.write_text(SCRIPT)

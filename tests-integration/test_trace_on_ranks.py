@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from old_torch import sees_all_threads
 from traces import arrows, check_trace
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(180)
-@sees_all_threads
 def test_what_goes_on_in_the_background_is_on_the_trace(mpiexec, tmp_path):
     flags = ["--algorithm", "overlap-local-sgd", "--max-epochs", "1", "--profile", "--output", str(tmp_path / "run")]
     done = mpiexec(2, "-m", "cifar", *flags, timeout=150)

@@ -10,6 +10,7 @@ from communicators.timeline import on_tracks
 from communicators.tracing import exported, recording, trace_of, write_trace
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import profile
 
 pytestmark = pytest.mark.quick
 
@@ -75,7 +76,7 @@ def test_a_full_temporary_folder_is_named(recorded):
 
 
 def test_a_rank_without_its_trace_raises_and_the_others_do_not_wait_for_it(recorded, monkeypatch):
-    monkeypatch.setattr(recorded, "export_chrome_trace", lambda path: None)  # as on a disk that takes no file at all
+    monkeypatch.setattr(profile, "export_chrome_trace", lambda _, path: None)  # as on a disk that takes no file at all
 
     def rank(comm):
         try:

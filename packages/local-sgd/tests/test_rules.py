@@ -108,7 +108,7 @@ def test_rules_of_ones_own_keep_the_laws(rule):
         (Own, "ranks end with other bits"),
         (Chance, "ranks end with other bits"),
         (Shared, "ranks end with other bits.* name in `own`"),
-        (Scalar, r"weights_only=True\) refuses the state .*float64"),
+        (Scalar, r"weights_only=True\) refuses the state"),
     ],
 )
 def test_rules_that_break_a_law_are_told_which(rule, says):

@@ -295,7 +295,7 @@ def test_fewer_examples_leave_out_no_size_wire_or_shape(most):
         (More(), "rounds|bytes"),
         (Other(), "reference"),
         (Deaf(), "wires: .* bytes on .*must use self.wire"),
-        (called("scalar", initial_state=lambda self: {"calls": np.int64(0)}), r"weights_only=True\) refuses .*int64"),
+        (called("scalar", initial_state=lambda self: {"calls": np.int64(0)}), r"weights_only=True\) refuses "),
         (selecting(lambda x: SparseVector.empty(len(x))), "select returned no entry on any"),
         (selecting(lambda x: topk(x, len(x))), "select returned .* entries at most"),
     ],

@@ -1,13 +1,16 @@
 """Training as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, with exchanges beside what computes.
 
-`labelled` names what the packages do: "select", "exchange", "merge", "restore", "wait", and each message. Any
-torch.profiler records those of the thread that it was started in, and of backward's; `recording` also those of the
-background engine's thread. `write_trace` makes one file of all ranks.
+`labelled` names what the packages do: "select", "merge", "restore", "wait". Any torch.profiler records those of the
+thread that it was started in, and of backward's; `recording` also those of the background engine's thread, each
+"exchange" and each message. `write_trace` makes one file of all ranks.
 """
 
 import errno
+import gzip
 import json
+import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,41 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from communicators import timeline
+from communicators.labels import Span, keep
 from communicators.labels import labelled as labelled
+from communicators.labels import spanning as spanning
 from communicators.origin import as_communicator
 
 
+class Recording(profile):
+    """torch.profiler.profile that also has the labels of threads that torch does not see."""
+
+    def start_trace(self) -> None:
+        super().start_trace()
+        self._spans: list[Span] = []
+        keep(self._spans)
+
+    def stop_trace(self) -> None:
+        keep(None)
+        super().stop_trace()
+
+    def export_chrome_trace(self, path: str, *_: Any, **__: Any) -> None:
+        """Writes the trace to a file, compressed where its name ends in ".gz"; once, as with torch's own."""
+        text = json.dumps(exported(self)).encode()
+        Path(path).write_bytes(gzip.compress(text) if str(path).endswith(".gz") else text)
+
+    def spans(self, base: int) -> list[timeline.Event]:
+        """Events of the labels that are kept, with times after `base`, in ns, and names of their threads."""
+        pid, running = os.getpid(), {thread.native_id: thread.name for thread in threading.enumerate()}
+        events = [span.event(pid, base) for span in self._spans]
+        return events + [
+            {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": running[thread]}}
+            for thread in {event["tid"] for event in events} & running.keys()
+        ]
+
+
 def recording(**options: Any) -> profile:
-    """A torch.profiler.profile of all threads, where torch can, and of the GPU where there is one.
+    """A torch.profiler.profile with the labels of all threads, and of the GPU where there is one.
 
         with recording() as recorded:
             loss.backward(); optimizer.step()
@@ -30,11 +62,7 @@ def recording(**options: Any) -> profile:
         options: Options of torch.profiler.profile, such as `schedule` or `record_shapes`.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    try:
-        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    except (AttributeError, TypeError):  # an older torch
-        everywhere = None
-    return profile(**{"activities": activities, "experimental_config": everywhere, **options})
+    return Recording(**{"activities": activities, **options})
 
 
 def write_trace(recorded: profile | None, path: str | Path, comm: Any = None) -> None:
@@ -101,10 +129,12 @@ def exported(recorded: profile) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
+        profile.export_chrome_trace(recorded, str(path))
         try:
             trace: dict[str, Any] = json.loads(path.read_text())
         except (FileNotFoundError, ValueError) as error:  # torch does not say that it could not write, or not all
             why = "torch could not write its trace here: make room, or set TMPDIR to another folder"
             raise OSError(errno.EIO, why, tempfile.gettempdir()) from error
+    if isinstance(recorded, Recording):
+        trace["traceEvents"] += recorded.spans(int(trace.get("baseTimeNanoseconds", 0)))
     return trace

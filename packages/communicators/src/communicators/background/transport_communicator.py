@@ -30,7 +30,7 @@ from communicators.background.streams import SideStream, SideStreams, owned_here
 from communicators.background.transport import PeerLost, Pending, Transport, check_transport, wrong_return
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.errors import CollectiveError
-from communicators.labels import labelled, records
+from communicators.labels import are_kept, labelled, spanning
 from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule, among
 from communicators.schedules.dense import barrier
 from communicators.signals import Attempt, OnSignal, Signals
@@ -69,7 +69,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         self, comm: TransportCommunicator, call: Call, timeout: float, device: torch.device, control: Control
     ) -> None:
         self.comm, self.control, self.call, self.began = comm, control, call, time.perf_counter()
-        self._label = labelled("exchange")
+        self._label = spanning("exchange")
         self._label.__enter__()
         self.device, self.side = device, cast(SideStream | None, None)
         self._timeout = timeout
@@ -268,7 +268,7 @@ class OutstandingCall(Work[Any], Attempt, Driven):
             self._pending = action.pending
         else:
             device = self.device if self.call.counted else CPU  # an agreement is read by the host
-            if records():
+            if are_kept():
                 self._label_messages(action)
             self._pending = self.comm.transport.post(self.call, action, device)
             if self._pending is None:
@@ -284,11 +284,11 @@ class OutstandingCall(Work[Any], Attempt, Driven):
         """Labels what is sent in this round, at one moment, and what comes, until it has."""
         group = f"{zlib.crc32(self.comm.transport.group.encode()):x}"
         for peer, payload in action.sends.items():
-            with labelled(message("to", peer, payload.wire_nbytes, f"{group}.{self.call.key(peer, sends=True)}")):
+            with spanning(message("to", peer, payload.wire_nbytes, f"{group}.{self.call.key(peer, sends=True)}")):
                 pass
         for peer, nbytes in action.recvs.items():
             key = f"{group}.{self.call.key(peer, sends=False)}"
-            self._coming[peer] = labelled(message("from", peer, nbytes + SLOT_BYTES, key))
+            self._coming[peer] = spanning(message("from", peer, nbytes + SLOT_BYTES, key))
             self._coming[peer].__enter__()
 
     def _end_labels(self, peers: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGro
 from communicators.background.call import TAG_BITS
 from communicators.background.engine import engine
 from communicators.errors import CollectiveError
+from communicators.labels import unseen
 from communicators.worlds.meeting import begun, reconnected
 
 WAIT = timedelta(days=3650)
@@ -146,7 +147,7 @@ class GlooGroup:
             raise RuntimeError("this communicator is closed")
         count = max(1, min(len(made), memory.numel() // PIECE_BYTES)) if spread else 1
         pieces = zip(made, memory.tensor_split(count), strict=False)
-        works = [getattr(by, what)([piece], peer, tag) for by, piece in pieces]
+        works = unseen(lambda: [getattr(by, what)([piece], peer, tag) for by, piece in pieces])
         return works[0] if count == 1 else _Works(works)
 
     def sum(self, tensor: Tensor) -> Wait:
@@ -154,7 +155,8 @@ class GlooGroup:
         made = self._made
         if not made:
             raise RuntimeError("this communicator is closed")
-        return self.waiters.begin(Wait(made[0].allreduce([tensor], AllreduceOptions()), keeps=made))
+        work = unseen(lambda: made[0].allreduce([tensor], AllreduceOptions()))
+        return self.waiters.begin(Wait(work, keeps=made))
 
     def end(self, timeout: float) -> None:
         """Ends what is in flight, then the threads, then the group: a thread that waits at exit aborts the process.

@@ -416,7 +416,7 @@ class SparseHookState:
         if lost := sorted(name for name in left if name not in known or known[name].requires_grad):
             raise ValueError(NOT_BROUGHT.format(names=lost))
         exchange.tally.waiting_since = exchange.comm.clock()
-        now.waits.enter_context(tracing.labelled("wait"))
+        now.waits.enter_context(tracing.spanning("wait"))
 
     def _begin(self) -> Exchange:
         """Begins a backward at its first bucket, and a step unless gradients accumulate."""
