@@ -48,9 +48,10 @@ def labelled(name: str) -> AbstractContextManager[object]:
     torch has no public way to ask whether anybody records, and in which threads: where the private ones are missing,
     torch is given all labels, which takes 6 µs each.
     """
-    if not getattr(profiler, "_is_profiler_enabled", True):
+    if not _records():
         return _NOBODY
-    return profiler.record_function(name) if _is_seen() else spanning(name)
+    seen = getattr(autograd, "_profiler_enabled", None)
+    return profiler.record_function(name) if seen is None or seen() else spanning(name)
 
 
 def spanning(name: str) -> AbstractContextManager[object]:
@@ -64,7 +65,7 @@ def unseen(start: Callable[[], T]) -> T:
     Where a profile ends before the work that it has seen begin, torch writes the end of that to memory that is free
     then (2.13 and before).
     """
-    if not _is_seen():
+    if not _records():
         return start()
     see = getattr(autograd, "_enable_record_function", lambda _: None)
     see(False)
@@ -74,9 +75,9 @@ def unseen(start: Callable[[], T]) -> T:
         see(True)
 
 
-def _is_seen() -> bool:
-    """Whether torch.profiler sees this thread."""
-    return bool(getattr(autograd, "_profiler_enabled", lambda: True)())
+def _records() -> bool:
+    """Whether any torch.profiler records."""
+    return bool(getattr(profiler, "_is_profiler_enabled", True))
 
 
 def are_kept() -> bool:
