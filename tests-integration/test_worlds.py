@@ -198,7 +198,7 @@ except CollectiveError as error:
     print(f"{time.monotonic() - begin}|{error}", flush=True)
 finally:  # it goes on once this rank has ended, which does not wait for it either
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {stopped.read_text()}"], **quiet)
+    subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {stopped.read_text()}"], **quiet)
 """
 
 
