@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 from communicators import SimulatedWorld
-from data_parallel import UpdateOptimizer
+from data_parallel import DistributedOptimizer, UpdateOptimizer
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_compress import TopK, WarmUp
@@ -220,6 +220,20 @@ def test_a_beta1_that_was_set_again_is_told_of(loads):
     optimizer.step()
 
 
+@pytest.mark.parametrize("made_first", [True, False])
+def test_one_cycle_that_was_there_first_cycles_the_beta1_of_what_waits(made_first):
+    model = model_of()
+    inner = INNER["adamw"](model.parameters())
+    settings = {} if made_first else {"cycle_momentum": False}
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(inner, max_lr=0.01, total_steps=10, **settings)
+    optimizer = UpdateOptimizer.for_model(inner, model)
+    for step in range(9):
+        model(batch(0, step)).square().mean().backward()
+        optimizer.step()
+        assert inner.param_groups[0]["betas"] == (0.5, 0.999)
+        scheduler.step()
+
+
 def test_a_beta1_of_ones_own_is_not_told_of():
     model = model_of()
     parameters = zip(model.parameters(), (0.9, 0.95, 0.9, 0.5), strict=True)
@@ -325,14 +339,102 @@ def test_a_forward_past_the_model_is_told_of():
     assert any("without what waits in the residuals" in said for said in SimulatedWorld(2).run(body)[0])
 
 
-def test_a_parameter_that_is_written_to_between_forward_and_step_is_an_error():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("way", ["no_grad", "data"])
+def test_a_parameter_that_is_written_to_between_forward_and_step_is_an_error(way, dtype):
+    model = model_of().to(dtype)
+    with torch.no_grad():
+        model[3].bias[0] = torch.nan  # is not equal to itself
+    optimizer = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model)
+    for _ in range(2):
+        model(batch(0, 0).to(dtype))[:, 1:].square().mean().backward()
+        with torch.no_grad():
+            written = model[0].weight if way == "no_grad" else model[0].weight.data
+            written[0, 0] += 0.25
+        with pytest.raises(RuntimeError, match=r"'0.weight' was written to inside ahead\(\)"):
+            optimizer.step()
+
+
+def later(model, kind, comm=None):
+    """Optimizer of the second phase of a training."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    if kind == "torch":
+        return inner
+    if kind == "DistributedOptimizer":
+        return DistributedOptimizer(inner, model.named_parameters(), density=0.1, comm=comm)
+    return UpdateOptimizer.for_model(inner, model, density=0.1, steps=20, comm=comm)
+
+
+@pytest.mark.parametrize("kind", ["DistributedOptimizer", "UpdateOptimizer"])
+def test_a_later_wrapper_of_the_same_parameters_ends_what_an_earlier_one_does_to_them(kind):
+    def body(comm, kept, amid):
+        model = model_of()
+        first = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model, density=0.1, steps=20, comm=comm)
+        for step in range(6):
+            model(batch(comm.rank, step)).square().mean().backward()
+            first.step()
+            first.zero_grad()
+        if amid:
+            model(batch(comm.rank, 6)).sum().backward()
+            first.zero_grad()
+        scheduler = torch.optim.lr_scheduler.ConstantLR(first) if kept else None
+        second = later(model, kind, comm)
+        del first
+        for step in range(6):
+            model(batch(comm.rank, step)).square().mean().backward()
+            second.step()
+            second.zero_grad()
+        del scheduler
+        return bits(model.parameters())
+
+    [alone, *others] = [
+        found
+        for kept, amid in ((False, False), (True, False), (True, True))
+        for found in SimulatedWorld(2).run(lambda comm, kept=kept, amid=amid: body(comm, kept, amid))
+    ]
+    assert all(torch.equal(alone, other) for other in others)
+
+
+def test_an_optimizer_of_torch_s_own_that_takes_over_is_told_of_before_its_second_step():
+    def body(comm, unfollows):
+        model = model_of()
+        first = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model, density=0.1, steps=20, comm=comm)
+        for step in range(6):
+            model(batch(comm.rank, step)).square().mean().backward()
+            first.step()
+        if unfollows:
+            first.unfollow()
+        second = later(model, "torch")
+        before = bits(model.parameters())
+        for _ in range(2):
+            second.zero_grad()
+            model(batch(0, 0)).square().mean().backward()
+            second.step()
+        assert not first.is_ahead
+        return before, bits(model.parameters())
+
+    with pytest.raises(RuntimeError, match=r"was written to .* call the UpdateOptimizer's unfollow\(\)"):
+        SimulatedWorld(2).run(lambda comm: body(comm, False))
+    for before, after in SimulatedWorld(2).run(lambda comm: body(comm, True)):
+        model, start = model_of(), 0
+        for p in model.parameters():
+            p.data.copy_(before[start : start + p.numel()].view_as(p))
+            start += p.numel()
+        second = later(model, "torch")
+        for _ in range(2):
+            second.zero_grad()
+            model(batch(0, 0)).square().mean().backward()
+            second.step()
+        assert torch.equal(bits(model.parameters()), after)
+
+
+def test_what_is_undone_because_the_optimizer_is_gone_is_told_of():
     model = model_of()
     optimizer = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model)
     model(batch(0, 0)).square().mean().backward()
-    with torch.no_grad():
-        model[0].weight.clamp_(-0.1, 0.1)
-    with pytest.raises(RuntimeError, match=r"'0.weight' was written to inside ahead\(\)"):
-        optimizer.step()
+    later(model, "torch").step()
+    with pytest.warns(UserWarning, match=r"'0.weight' was written to inside ahead\(\)"):
+        del optimizer
 
 
 @pytest.mark.slow

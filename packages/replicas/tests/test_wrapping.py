@@ -1,5 +1,8 @@
 """One optimizer takes one wrapper: a second one would exchange the same gradients or parameters again."""
 
+import gc
+import warnings
+
 import pytest
 import torch
 from communicators import SimulatedWorld, as_communicator
@@ -56,6 +59,34 @@ def test_two_wrappers_side_by_side_are_refused_as_soon_as_both_are_used(kind):
         second.step()
 
     SimulatedWorld(2).run(body)
+
+
+def test_a_wrapper_knows_of_a_later_one_of_any_of_its_parameters_while_that_lives():
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    first, other = (Alone(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (one, two))
+    later = Other(torch.optim.SGD([*one.parameters(), nn.Parameter(torch.ones(3))], lr=0.1))
+    assert [first.superseded, other.superseded, later.superseded] == [True, False, False]
+    del later
+    gc.collect()
+    assert not first.superseded
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_module_that_is_called_module_is_no_ddp_where_it_is_shown(shown, monkeypatch):
+    monkeypatch.setattr("replicas.process_group.default_group", lambda: object())
+    monkeypatch.setattr("replicas.process_group.dist.get_world_size", lambda: 2)
+
+    def body(comm):
+        model = nn.ModuleDict({"module": nn.Linear(2, 2)})
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            Wrapping(inner, None if shown else model.named_parameters(), comm, model=model if shown else None)
+        return [str(one.message) for one in told]
+
+    [told, _] = SimulatedWorld(2).run(body)
+    assert len(told) == 1 - shown
+    assert all("as those of a DDP module do; if they are of one: Distributed" in text for text in told)
 
 
 def test_a_wrapper_may_be_made_anew():

@@ -44,6 +44,11 @@ NONE = (
     "something was computed inside ahead(), but no gradient; outside its backward fails with torch's 'modified by an "
     "inplace operation'. Put forward and backward of a step into `with optimizer.ahead():`"
 )
+WRITTEN = (
+    "{name!r} was written to inside ahead() of an UpdateOptimizer, which is undone: load, clamp or change parameters "
+    "outside, where they are those of all ranks. Where another optimizer trains them now, call the UpdateOptimizer's "
+    "unfollow() before"
+)
 
 
 class ErrorLookahead:
@@ -59,6 +64,7 @@ class ErrorLookahead:
         self._used = self._warned = self._made = self._told = False
         self._looks = LOOKS
         self._hooks: list[weakref.finalize[..., Any]] = []  # each removes its own
+        self._there: tuple[list[int], list[Tensor]] = [], []
         self._watched: set[int] = set()
         self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
 
@@ -70,20 +76,32 @@ class ErrorLookahead:
         self._used = True
         self._watch()
         with self._moved():
-            versions = [p._version for p in self._parameters]
+            self._there = self._seen(), [_bits(p) for p in self._parameters]
             self._made, computed, given = False, _nodes(), self._given()
-            yield
+            try:
+                yield
+            except GeneratorExit:  # who would leave is gone
+                if written := self.written():
+                    warnings.warn(written, stacklevel=2)
+                raise
             self._made |= given != self._given()
-            computes = computed != _nodes()
-            written = [self._names[at] for at, p in enumerate(self._parameters) if p._version != versions[at]]
+            computes, written = computed != _nodes(), self.written()
         if written:
-            raise RuntimeError(
-                f"{written[0]!r} was written to inside ahead(), which is undone: load, clamp or change parameters "
-                "outside, where they are those of all ranks"
-            )
+            raise RuntimeError(written)
         if computes and not self._made and not self._told and any(remove.alive for remove in self._hooks):
             self._told = True
             warnings.warn(NONE, stacklevel=3)
+
+    def written(self, *, quickly: bool = False) -> str | None:
+        """What to say of a parameter that was written to since it is ahead. quickly: by anything but `.data`."""
+        seen, bits = self._there
+        for at, (p, now) in enumerate(zip(self._parameters, self._seen(), strict=True)):
+            if now != seen[at] or not (quickly or torch.equal(_bits(p), bits[at])):
+                return WRITTEN.format(name=self._names[at])
+        return None
+
+    def _seen(self) -> list[int]:
+        return [p._version for p in self._parameters]
 
     def for_step(self, density: float) -> Callable[[], AbstractContextManager[None]]:
         """Makes the context for the wrapped optimizer's step, each time that it is called.
@@ -155,20 +173,28 @@ class ErrorLookahead:
                 torch.clear_autocast_cache()
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    """Sum of the elements as integers of their size, which is the same in any order."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().view(kind).sum(dtype=kind)
+
+
 class FollowedModule:
     """Look-ahead that a module's forward in training enters, and that is left by `leave`.
 
     So do a forward in evaluation or without gradients, and a `state_dict` or `load_state_dict` of the module, which are
     of the parameters that all ranks have in common.
 
+    trains: whether the lookahead's optimizer still does.
+
     Attributes:
         ddp: DDP module amid whose forward the last one in training was, if it exchanges gradients without a hook.
         close: Follows the module no more.
     """
 
-    def __init__(self, module: nn.Module, lookahead: ErrorLookahead) -> None:
+    def __init__(self, module: nn.Module, lookahead: ErrorLookahead, trains: Callable[[], Any]) -> None:
         self.ddp: DistributedDataParallel | None = None
-        self._lookahead, self._inside = lookahead, cast(AbstractContextManager[None] | None, None)
+        self._lookahead, self._trains, self._inside = lookahead, trains, cast(AbstractContextManager[None] | None, None)
         hooked: Any = module
         before_state = _Hook(self, FollowedModule.leave)
         handles = [
@@ -178,23 +204,18 @@ class FollowedModule:
         ]
         self.close = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
-    @staticmethod
-    def left(module: nn.Module) -> list["FollowedModule"]:
-        """Leaves those that follow this module, where a forward has entered, and returns them."""
-        owners = (hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook))
-        found = [owner for owner in owners if owner is not None]
-        for follower in found:
-            follower.leave()
-        return found
-
     @property
     def inside(self) -> bool:
         """Whether a forward has entered, and nothing has left since."""
         return self._inside is not None
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
-        """Enters, or leaves where no gradients are to be made; does neither while all is frozen and others learn."""
-        if not (module.training and torch.is_grad_enabled()):
+        """Enters, or leaves where no gradients are to be made, or another optimizer has taken a step.
+
+        Does neither while all is frozen and others learn.
+        """
+        by_others = self._inside is not None and self._lookahead.written(quickly=True)
+        if by_others or not (module.training and torch.is_grad_enabled() and self._trains()):
             self.leave()
             return
         if not self._lookahead.learns:

@@ -9,12 +9,13 @@ exchange after every step, and without its decay of the residuals, which would l
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, Unpack
 
 import torch
-from replicas import STATE_KEY
+from replicas import STATE_KEY, Wrapping
 from sparse_compress import all_finite
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -90,6 +91,8 @@ class UpdateOptimizer(ExchangingOptimizer):
     The module should not be in DDP: DDP would first exchange dense gradients in vain, and a warning says so.
     """
 
+    _followed: FollowedModule | None = None
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -120,7 +123,6 @@ class UpdateOptimizer(ExchangingOptimizer):
         if isinstance(optimizer, torch.optim.ASGD) and self.comm.size > 1:
             warnings.warn(AVERAGES, stacklevel=2)
         self._step_correction = AdamStepCorrection(optimizer, self.comm)
-        self._followed: FollowedModule | None = None
         self._told_of_ddp = False
         self._lowered: dict[int, float] = {}  # Adam's β₁ by group, where for_model has set it, until it is another
         ranks = self.comm  # of which a cycle through this object would keep it, and what follows the model, alive
@@ -158,8 +160,8 @@ class UpdateOptimizer(ExchangingOptimizer):
                 1,000, that is 100 dense steps at 1 %.
             density: Share that is sent after the warm-up, or a schedule in place of it; default that of a `compressor`,
                 or 0.01.
-            beta1: Replaces Adam's first moment where that is 0.9, its default, because waiting in residuals acts like
-                momentum; None leaves it.
+            beta1: Replaces Adam's first moment where that is 0.9, its default, or a OneCycleLR has it already, because
+                waiting in residuals acts like momentum; None leaves it.
             **settings: Other arguments of the class; dense_below is 256 here.
 
         Returns:
@@ -176,14 +178,15 @@ class UpdateOptimizer(ExchangingOptimizer):
             raise ValueError(f"beta1 is {beta1!r}, expected a number from 0 on and below 1, or None")
         exchange = {name: value for name, value in settings.items() if name in ExchangeSettings.__annotations__}
         tiny = TINY if Settings.of(cls, exchange).may_select else 0
-        FollowedModule.left(model)
         density = scheduled(density, steps, settings.get("compressor"))
         given: dict[str, Any] = {"density": density, "dense_below": tiny, **settings}
         made = cls(optimizer, model.named_parameters(), **given)
         made.follow(model)  # what is refused changes nothing
         for group in optimizer.param_groups if beta1 is not None else ():
-            if group.get("betas", (0.0,))[0] == ADAMS_BETA1:
+            found, cycled = group.get("betas", (0.0,))[0], {"base_momentum", "max_momentum"} & group.keys()
+            if found == ADAMS_BETA1 or (cycled and found >= LEAST_CYCLED):
                 group["betas"] = (beta1, *group["betas"][1:])
+                group.update({name: min(group[name], beta1) for name in cycled})
         if beta1 is not None and beta1 < LEAST_CYCLED:
             has = [group.get("betas", (0.0,))[0] == beta1 for group in optimizer.param_groups]
             made._lowered = {position: beta1 for position, lowered in enumerate(has) if lowered}
@@ -201,9 +204,18 @@ class UpdateOptimizer(ExchangingOptimizer):
             model: Module whose parameters these are.
         """
         if self._followed is None:
-            for other in FollowedModule.left(model):
-                other.close()
-            self._followed = FollowedModule(model, self._lookahead)
+            owner = weakref.ref(self)
+            self._followed = FollowedModule(model, self._lookahead, lambda: (own := owner()) and not own.superseded)
+
+    def unfollow(self) -> None:
+        """Ends what `follow` began, where another optimizer trains the model from now on.
+
+        A wrapper of these packages that is made of the same parameters ends it, too; one of torch's does not.
+        """
+        self.leave_ahead()
+        if self._followed is not None:
+            self._followed.close()
+            self._followed = None
 
     def leave_ahead(self) -> None:
         """Ends what the forward of a followed model has entered, as `step` does: between two backwards of one step."""
@@ -254,6 +266,10 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._cut_by_rates(wrapped["param_groups"])
         super()._load(own, wrapped)
         self._step_correction.load_state_dict(own)
+
+    def _yield_to(self, successor: Wrapping) -> None:
+        self.leave_ahead()
+        super()._yield_to(successor)
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         self._refuse_mid_step("step()")

@@ -36,8 +36,8 @@ def warn_of_ddp(
 ) -> None:
     """Warns where DDP exchanges the gradients of these parameters too, as far as a wrapper is shown that.
 
-    A DDP module is seen as `model`, or within it; and by names that all begin with "module.", as DDP's do, where the
-    wrapper is among all ranks. DDP inside a node, and the wrapper between nodes, is as it should be.
+    A DDP module is seen as `model`, or within it; without a model by names that all begin with "module.", as DDP's do,
+    where the wrapper is among all ranks. DDP inside a node, and the wrapper between nodes, is as it should be.
 
     given: comm as the user gave it. owner: the wrapper. instead: what else to do.
     """
@@ -47,8 +47,8 @@ def warn_of_ddp(
     seen = ""
     if any(_covers(module.process_group, given) and _has(module, trained.values()) for module in modules):
         seen = "model= is in DDP"
-    elif not modules and comm.size == dist.get_world_size() and all(name.startswith("module.") for name in trained):
-        seen = "the parameters' names all begin with 'module.', as those of a DDP module do"
+    elif model is None and comm.size == dist.get_world_size() and all(name.startswith("module.") for name in trained):
+        seen = "the parameters' names all begin with 'module.', as those of a DDP module do; if they are of one"
     if seen:
         warnings.warn(SAID.format(seen=seen, owner=owner, instead=instead), stacklevel=5)
 
