@@ -16,7 +16,7 @@ locally: CSER, Xie et al., NeurIPS 2020; a step ahead of the error: Xu et al., A
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -64,7 +64,7 @@ class ErrorLookahead:
         self._used = self._warned = self._made = self._told = False
         self._looks = LOOKS
         self._hooks: list[weakref.finalize[..., Any]] = []  # each removes its own
-        self._there: tuple[list[int], list[Tensor]] = [], []
+        self._there = list[int](), torch.empty(0, device="cpu")  # their versions and bits when they were put ahead
         self._watched: set[int] = set()
         self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
 
@@ -76,7 +76,7 @@ class ErrorLookahead:
         self._used = True
         self._watch()
         with self._moved():
-            self._there = self._seen(), [_bits(p) for p in self._parameters]
+            self._there = self._seen(), _bits(self._parameters)
             self._made, computed, given = False, _nodes(), self._given()
             try:
                 yield
@@ -95,10 +95,11 @@ class ErrorLookahead:
     def written(self, *, quickly: bool = False) -> str | None:
         """What to say of a parameter that was written to since it is ahead. quickly: by anything but `.data`."""
         seen, bits = self._there
-        for at, (p, now) in enumerate(zip(self._parameters, self._seen(), strict=True)):
-            if now != seen[at] or not (quickly or torch.equal(_bits(p), bits[at])):
-                return WRITTEN.format(name=self._names[at])
-        return None
+        changed = [now != then for now, then in zip(self._seen(), seen, strict=True)]
+        if not quickly and not any(changed):
+            changed = (_bits(self._parameters) != bits).tolist()
+        name = next((name for name, differs in zip(self._names, changed, strict=True) if differs), None)
+        return None if name is None else WRITTEN.format(name=name)
 
     def _seen(self) -> list[int]:
         return [p._version for p in self._parameters]
@@ -173,10 +174,11 @@ class ErrorLookahead:
                 torch.clear_autocast_cache()
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Sum of the elements as integers of their size, which is the same in any order."""
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().view(kind).sum(dtype=kind)
+def _bits(tensors: Sequence[Tensor]) -> Tensor:
+    """Sums of each tensor's elements as integers of their size, which are the same in any order."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [t.detach().view(kinds[t.element_size()]).sum(dtype=kinds[t.element_size()]) for t in tensors]
+    return torch.stack([one.to(tensors[0].device, torch.int64) for one in sums])
 
 
 class FollowedModule:
