@@ -12,6 +12,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import thinwire
@@ -474,6 +475,24 @@ def test_all_ranks_do_what_rank_0_was_recommended():
     assert all("dense-int8" in said for said in SimulatedWorld(3).run(body))
 
 
+@pytest.mark.parametrize("name", ["local-sgd sync_every=4", "powersgd rank=2", "gtopk"])
+def test_all_ranks_warm_up_in_rank_0s_steps(name):
+    """Ranks with more data have more: averages and sums that begin at different steps would be mixed up."""
+
+    def settings(steps):
+        def body(comm):
+            made = model_of()
+            wrapped = planned("adamw", name).apply(made, inner_of("adamw", made), steps=steps[comm.rank], comm=comm)[1]
+            return settings_of(wrapped, SimpleNamespace(_comm_hooks=[]))
+
+        return SimulatedWorld(3).run(body)
+
+    with pytest.warns(UserWarning, match="but 60 on rank 0: all ranks warm up as in a training of 60") as found:
+        unlike = settings([60, None, 200])
+    assert unlike == settings([60] * 3)
+    assert sorted(str(each.message).partition(",")[0] for each in found) == ["steps is 1", "steps is 200"]
+
+
 def test_a_plan_is_for_so_many_ranks():
     def body(comm):
         made = model_of()
@@ -573,6 +592,7 @@ def settings_of(optimizer, ddp):
     for one in (optimizer, getattr(optimizer, "averager", None), *(state for _, state in ddp._comm_hooks)):
         exchange, every = getattr(one, "_exchange", None), getattr(one, "sync_every", None)
         numbers = {name: own for name, own in getattr(one, "__dict__", {}).items() if isinstance(own, int | float)}
+        numbers.pop("_sent_before", None)  # bytes, no setting
         said += [exchange and exchange.settings, list(map(every, range(60))) if callable(every) else every, numbers]
     return [re.sub(r"lr: \S+|<function .*? at 0x\w+>| at 0x\w+|options=(None|{}), ", "", str(one)) for one in said]
 
