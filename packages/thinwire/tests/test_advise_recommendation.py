@@ -19,7 +19,7 @@ from sparse_compress import TopK, WarmUp
 from thinwire.advice import accuracy
 from thinwire.advice.accuracy import Known, data_of, in_a_column, known
 from thinwire.advice.measuring import PROBE_SECONDS, share_taken
-from thinwire.advice.recommendation import _other_lines, recommend
+from thinwire.advice.recommendation import _lines, _other_lines, recommend
 from thinwire.advice.report import as_json, as_text
 from thinwire.advice.situation import Situation
 from thinwire.advice.ways import BY_NAME, Work, assumed_shapes
@@ -252,6 +252,17 @@ def test_a_speed_up_is_that_of_the_whole_training_of_the_advised_lines(optimizer
     assert written in recommended.text
     assert f"{dense / recommended.step.mean:.1f} times as fast" in recommended.text
     assert f"after the warm-up {1e3 * recommended.step.seconds:.3g} ms" in recommended.text
+
+
+@pytest.mark.parametrize("in_ddp", [False, True])
+@given(st.floats(0, 1, exclude_min=True, exclude_max=True))
+def test_the_lines_have_the_very_density_that_apply_takes(in_ddp, density):
+    p = SimpleNamespace(algorithm="gtopk", variant="gtopk", wire="fp32", density=density)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Situation, "sends_updates", not in_ddp)
+        line, _ = _lines(situation(), p)
+    assert line.startswith("In DDP" if in_ddp else "Without DDP")
+    assert float(re.search("density=([^,]+),", line)[1]) == density
 
 
 BEHIND = st.none() | st.floats(-1, 20)

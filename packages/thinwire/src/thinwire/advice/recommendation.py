@@ -204,7 +204,7 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     training = f"over a whole training, the warm-up included, {gain}"
     after = f"after the warm-up {_seconds(later)}, {dense / later:.1f} times"
     chosen = ["The density is yours; it was not weighed against others."] if situation.chosen else []
-    use = f"Use {p.name} at density {p.density:.2g}: {training}; {after}. {network}"
+    use = f"Use {p.name} at density {p.density}: {training}; {after}. {network}"
     return [use, *steps, *_lines(situation, p), *chosen, learns]
 
 
@@ -223,10 +223,10 @@ def _lines(situation: Situation, p: Prediction) -> list[str]:
     wire = f', wire="{p.wire}"' if p.wire != "fp32" else ""
     setting, steps = f'algorithm="{p.algorithm}"{options}{wire}', "STEPS: of your whole training, for the warm-up."
     if not situation.sends_updates:
-        hook = f"SparseHookState.for_model(ddp, optimizer, steps=STEPS, density={p.density:.2g}, {setting})"
+        hook = f"SparseHookState.for_model(ddp, optimizer, steps=STEPS, density={p.density}, {setting})"
         return [f"In DDP: state = {hook}, which takes the momentum over from the optimizer.", steps]
     inner = OPTIMIZERS[situation.optimizer].replace("SGD(...)", "SGD(..., momentum=0.9)")
-    made = f"UpdateOptimizer.for_model({inner}, model, steps=STEPS, density={p.density:.2g}, {setting})"
+    made = f"UpdateOptimizer.for_model({inner}, model, steps=STEPS, density={p.density}, {setting})"
     return [f"Without DDP: optimizer = {made}", steps]
 
 
@@ -250,7 +250,7 @@ def _other_lines(situation: Situation, p: Prediction) -> list[str]:
 def _named(step: Step) -> str:
     """An exchange with its seconds: "gtopk at density 0.01 (514 ms)"."""
     p = step.prediction
-    return f"{p.name}{f' at density {p.density:.2g}' if p.density < 1 else ''} ({_seconds(step.mean)})"
+    return f"{p.name}{f' at density {p.density}' if p.density < 1 else ''} ({_seconds(step.mean)})"
 
 
 def _seconds(seconds: float) -> str:
