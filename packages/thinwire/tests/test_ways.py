@@ -787,6 +787,7 @@ def test_advise_in_python():
         ({"density": []}, r"density is \[\], expected a number, or several: leave it out"),
         ({"density": [0.1, 0.0]}, "density is 0.0, expected a number above 0"),
         ({"model": torch.nn.ReLU()}, "no parameter of the model requires a gradient"),
+        ({"model": torch.nn.LazyLinear(3)}, "weight of a lazy layer has no shape yet: run one batch through"),
         ({"model": torch.nn.Linear(3, 1, device="meta")}, "on the meta device, where nothing can be measured"),
         ({"ranks": 4097}, "ranks is 4097, expected a whole number of 2 to 4,096"),
     ],
@@ -795,6 +796,12 @@ def test_arguments_that_make_no_sense(changes, said):
     given = {"model": model_of(), "steps_per_second": 4, "optimizer": "sgd", "link": "wan", "ranks": 8}
     with pytest.raises(ValueError, match=said):
         thinwire.advise(**given | changes)
+
+
+@pytest.mark.parametrize("overlap", ["no", 2, []])
+def test_an_overlap_that_is_no_truth_is_told(overlap):
+    with pytest.raises(TypeError, match=r"overlap is .+ \((str|int|list)\), expected True, False, or None"):
+        thinwire.advise(model_of(), steps_per_second=4, link="wan", ranks=8, overlap=overlap)
 
 
 @pytest.mark.parametrize("changes", [{"steps_per_second": "4"}, {"density": "0.01"}, {"density": [0.1, True]}])

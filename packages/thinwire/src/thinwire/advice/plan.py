@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.advice.accuracy import DATA, data_of
-from thinwire.advice.measuring import Trained, device_of, find_out, join, on_every_rank, other_dtype, told
+from thinwire.advice.measuring import Trained, device_of, find_out, join, on_every_rank, other_dtype, shapeless, told
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import DENSITIES, LINKS, MOST_RANKS, Situation
@@ -73,7 +73,7 @@ def advise(
     _check_model(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     name, densities, kind = _named(optimizer), _densities(density), data_of(model) if data is None else data
-    if wrong := _wrong(model, steps_per_second, link, ranks) or _unfit(name, density, kind):
+    if wrong := _wrong(model, steps_per_second, link, ranks, overlap) or _unfit(name, density, kind):
         raise ValueError(wrong)
     assumed = LINKS[link] if isinstance(link, str) else link
     shapes, ddp = [p.shape for p in trained], _in_ddp(model) is not None
@@ -225,10 +225,12 @@ def _densities(density: float | Iterable[float] | None) -> list[float]:
     return sorted(checked, reverse=True)
 
 
-def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int | None) -> str:
+def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int | None, overlap: bool | None) -> str:
     """Reason why these arguments of `advise` make no sense; "" if they do. Raises TypeError or ValueError."""
     expected = "a number above 0 and finite, as the seconds of a step"
     arguments.number(speed, "steps_per_second", expected, lambda given: given > 0 and 0 < 1 / given < math.inf)
+    if overlap not in (None, True, False):
+        raise TypeError(f"overlap is {overlap!r} ({type(overlap).__name__}), expected True, False, or None")
     if link is not None and not isinstance(link, Link) and link not in LINKS:
         own = "a Link(alpha, beta) of seconds per message and per byte (1 Gbit/s is 8e-9)"
         return f"link is {link!r}, expected {own}, None, or one of {', '.join(LINKS)}"
@@ -318,6 +320,8 @@ def _check_model(model: nn.Module) -> None:
     """Raises TypeError for anything but a module, ValueError for one of which nothing can be measured or exchanged."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r:.80}, expected a torch.nn.Module that is trained, or DDP of it")
+    if said := shapeless(model):
+        raise ValueError(said)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device, where nothing can be measured: make it where it is trained")
     for name, module in model.named_modules():
