@@ -54,6 +54,8 @@ def loss_raises():
     return torch.nn.Linear(3, 1), loss
 def detached():
     return torch.nn.Linear(3, 1), lambda: torch.zeros(())
+def lazy():
+    return torch.nn.LazyLinear(3), lambda: torch.zeros(())
 def frozen():
     return torch.nn.Linear(3, 1).requires_grad_(False), lambda: torch.zeros(())
 """
@@ -66,6 +68,7 @@ def frozen():
         ("leaves", "leaves() raised SystemExit: bye (FILE, line 7)"),
         ("loss_raises", "loss() raised ValueError: no such file: (FILE, line 3)"),
         ("detached", "backward of what loss() returned raised RuntimeError: element 0"),
+        ("lazy", "weight of a lazy layer has no shape yet: run one batch through the model first"),
         ("frozen", "no parameter of the model requires a gradient"),
         ("torch", "no function torch"),
     ],

@@ -19,10 +19,10 @@ from sparse_compress import TopK, WarmUp
 from thinwire.advice import accuracy
 from thinwire.advice.accuracy import Known, data_of, in_a_column, known
 from thinwire.advice.measuring import PROBE_SECONDS, share_taken
-from thinwire.advice.recommendation import _other_lines, recommend
+from thinwire.advice.recommendation import _lines, _other_lines, recommend
 from thinwire.advice.report import as_json, as_text
 from thinwire.advice.situation import Situation
-from thinwire.advice.ways import BY_NAME
+from thinwire.advice.ways import BY_NAME, Work, assumed_shapes
 
 OPTIMIZERS = ("sgd", "adam", "adamw")  # of which updates may be sent
 RECORD = "thinwire.advice.situation.known"
@@ -254,6 +254,17 @@ def test_a_speed_up_is_that_of_the_whole_training_of_the_advised_lines(optimizer
     assert f"after the warm-up {1e3 * recommended.step.seconds:.3g} ms" in recommended.text
 
 
+@pytest.mark.parametrize("in_ddp", [False, True])
+@given(st.floats(0, 1, exclude_min=True, exclude_max=True))
+def test_the_lines_have_the_very_density_that_apply_takes(in_ddp, density):
+    p = SimpleNamespace(algorithm="gtopk", variant="gtopk", wire="fp32", density=density)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Situation, "sends_updates", not in_ddp)
+        line, _ = _lines(situation(), p)
+    assert line.startswith("In DDP" if in_ddp else "Without DDP")
+    assert float(re.search("density=([^,]+),", line)[1]) == density
+
+
 BEHIND = st.none() | st.floats(-1, 20)
 
 
@@ -283,6 +294,9 @@ def test_nothing_is_advised_unasked_that_is_known_to_lose(situation_of_few, data
         if dense / well[0].until >= 1.1:
             assert lost(p) is not None
             assert until <= 1.05 * well[0].until
+    if "within 1 point of dense" in taken.reason or "until as good as dense" in taken.reason:
+        assert lost(p) is not None
+        assert lost(p) <= 1
     if taken.rule != "not worthwhile":
         assert dense / until >= 1.04
         for level in ("unknown", "lost"):
@@ -328,6 +342,28 @@ def test_a_density_of_one_s_own_is_advised_and_what_is_known_of_it_told():
     assert "The density is yours" in asked.text
     assert unasked.step.prediction.density == 1
     assert f"{known('adamw', 'gtopk', 0.001, 'fp32', 8).most:.1f} points behind dense" in unasked.reason
+
+
+@pytest.mark.parametrize(
+    ("behind", "said"),
+    [
+        (0.5, "selections at a density of yours that are known to learn within 1 point of dense it is"),
+        (None, "selections at a density of yours that are not known to learn worse it is"),
+        (9.0, "selections at a density of yours it is"),
+    ],
+)
+def test_the_reason_for_a_density_of_one_s_own_claims_no_more_of_it_than_is_known(behind, said, monkeypatch):
+    """Beside local SGD, which is faster, and known to learn well, but of no density."""
+
+    def on_record(optimizer, algorithm, *exchange, sends, data):
+        lost = behind if algorithm in ALGORITHMS else 0.0
+        return None if lost is None else Known(lost, lost, ("a", "b"), 1, (8, 8), 1.0, 1.0)
+
+    monkeypatch.setattr(RECORD, on_record)
+    others = {"work": {"local-sgd sync_every=4": Work()}, "shapes": assumed_shapes(25_000_000)}
+    found = recommend(situation(chosen=True, handling={0.1: Handling(3e-9, {}, {"gtopk": 0.0})}, **others))
+    assert (found.step.prediction.density, found.rule) == (0.1, "accuracy")
+    assert f"Why: of whole gradients and {said} the fastest, or as fast." in found.text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import thinwire
@@ -474,6 +475,24 @@ def test_all_ranks_do_what_rank_0_was_recommended():
     assert all("dense-int8" in said for said in SimulatedWorld(3).run(body))
 
 
+@pytest.mark.parametrize("name", ["local-sgd sync_every=4", "powersgd rank=2", "gtopk"])
+def test_all_ranks_warm_up_in_rank_0s_steps(name):
+    """Ranks with more data have more: averages and sums that begin at different steps would be mixed up."""
+
+    def settings(steps):
+        def body(comm):
+            made = model_of()
+            wrapped = planned("adamw", name).apply(made, inner_of("adamw", made), steps=steps[comm.rank], comm=comm)[1]
+            return settings_of(wrapped, SimpleNamespace(_comm_hooks=[]))
+
+        return SimulatedWorld(3).run(body)
+
+    with pytest.warns(UserWarning, match="but 60 on rank 0: all ranks warm up as in a training of 60") as found:
+        unlike = settings([60, None, 200])
+    assert unlike == settings([60] * 3)
+    assert sorted(str(each.message).partition(",")[0] for each in found) == ["steps is 1", "steps is 200"]
+
+
 def test_a_plan_is_for_so_many_ranks():
     def body(comm):
         made = model_of()
@@ -573,6 +592,7 @@ def settings_of(optimizer, ddp):
     for one in (optimizer, getattr(optimizer, "averager", None), *(state for _, state in ddp._comm_hooks)):
         exchange, every = getattr(one, "_exchange", None), getattr(one, "sync_every", None)
         numbers = {name: own for name, own in getattr(one, "__dict__", {}).items() if isinstance(own, int | float)}
+        numbers.pop("_sent_before", None)  # bytes, no setting
         said += [exchange and exchange.settings, list(map(every, range(60))) if callable(every) else every, numbers]
     return [re.sub(r"lr: \S+|<function .*? at 0x\w+>| at 0x\w+|options=(None|{}), ", "", str(one)) for one in said]
 
@@ -767,6 +787,7 @@ def test_advise_in_python():
         ({"density": []}, r"density is \[\], expected a number, or several: leave it out"),
         ({"density": [0.1, 0.0]}, "density is 0.0, expected a number above 0"),
         ({"model": torch.nn.ReLU()}, "no parameter of the model requires a gradient"),
+        ({"model": torch.nn.LazyLinear(3)}, "weight of a lazy layer has no shape yet: run one batch through"),
         ({"model": torch.nn.Linear(3, 1, device="meta")}, "on the meta device, where nothing can be measured"),
         ({"ranks": 4097}, "ranks is 4097, expected a whole number of 2 to 4,096"),
     ],
@@ -775,6 +796,12 @@ def test_arguments_that_make_no_sense(changes, said):
     given = {"model": model_of(), "steps_per_second": 4, "optimizer": "sgd", "link": "wan", "ranks": 8}
     with pytest.raises(ValueError, match=said):
         thinwire.advise(**given | changes)
+
+
+@pytest.mark.parametrize("overlap", ["no", 2, []])
+def test_an_overlap_that_is_no_truth_is_told(overlap):
+    with pytest.raises(TypeError, match=r"overlap is .+ \((str|int|list)\), expected True, False, or None"):
+        thinwire.advise(model_of(), steps_per_second=4, link="wan", ranks=8, overlap=overlap)
 
 
 @pytest.mark.parametrize("changes", [{"steps_per_second": "4"}, {"density": "0.01"}, {"density": [0.1, True]}])

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from communicators import Alone, Communicator, Link, allgather, as_communicator, barrier, measure_link, measure_paths
 from sparse_collectives import WIRES, prediction
+from torch.nn.parameter import is_lazy
 
 from thinwire.advice.accuracy import data_of
 from thinwire.advice.own_work import measure_around, measure_work
@@ -251,6 +252,12 @@ def other_dtype(model: torch.nn.Module) -> str:
     return f"{first} is {dtype}, but predictions are of float32: ask with a float32 model, whose exchanges take longer"
 
 
+def shapeless(model: torch.nn.Module) -> str:
+    """Complaint about parameters of lazy layers, which get a shape by the first batch; "" if there are none."""
+    first = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    return f"{first} of a lazy layer has no shape yet: run one batch through the model first" if first else ""
+
+
 def _made(name: str, device: torch.device) -> tuple[torch.nn.Module, Loss]:
     """Calls FACTORY(), and checks its result."""
     module, _, factory = name.partition(":")
@@ -262,6 +269,8 @@ def _made(name: str, device: torch.device) -> tuple[torch.nn.Module, Loss]:
         made = make()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module) and callable(made[1])):
         raise NoAdvice(f"--model {name}: it returned {type(made).__name__}, expected (model, loss); see --help")
+    if said := shapeless(made[0]):
+        raise NoAdvice(f"--model {name}: {said}")
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.advice.accuracy import DATA, data_of
-from thinwire.advice.measuring import Trained, device_of, find_out, join, on_every_rank, other_dtype, told
+from thinwire.advice.measuring import Trained, device_of, find_out, join, on_every_rank, other_dtype, shapeless, told
 from thinwire.advice.recommendation import OPTIMIZERS, Recommendation, recommend
 from thinwire.advice.report import as_text
 from thinwire.advice.situation import DENSITIES, LINKS, MOST_RANKS, Situation
@@ -72,7 +73,7 @@ def advise(
     _check_model(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     name, densities, kind = _named(optimizer), _densities(density), data_of(model) if data is None else data
-    if wrong := _wrong(model, steps_per_second, link, ranks) or _unfit(name, density, kind):
+    if wrong := _wrong(model, steps_per_second, link, ranks, overlap) or _unfit(name, density, kind):
         raise ValueError(wrong)
     assumed = LINKS[link] if isinstance(link, str) else link
     shapes, ddp = [p.shape for p in trained], _in_ddp(model) is not None
@@ -123,13 +124,13 @@ class Plan:
         Args:
             model: The module, or DDP of it.
             optimizer: Over its parameters, of the kind that was asked about; its settings are adapted as the text says.
-            steps: Of the whole training, for the warm-up; default 1,000.
+            steps: Of the whole training, for the warm-up; default 1,000. Rank 0's count, where ranks have unlike ones.
             comm: See `communicators.as_communicator`.
             scheduler: Of the optimizer, for eager SGD alone, which steps it itself: then the loop must not.
 
-        All ranks do what rank 0's plan says. Make other learning-rate schedulers, and load checkpoints, afterwards. In
-        DDP the residuals are in no checkpoint: to save them, write the line that the plan prints, in which `state` is
-        what has them, or of torch's hooks the first argument.
+        All ranks do what rank 0's plan says, with its steps; a rank that gave others warns. Make other learning-rate
+        schedulers, and load checkpoints, afterwards. In DDP the residuals are in no checkpoint: to save them, write the
+        line that the plan prints, in which `state` is what has them, or of torch's hooks the first argument.
 
         Raises:
             ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
@@ -153,14 +154,14 @@ class Plan:
             )
         if _named(optimizer) != self.situation.optimizer:
             raise ValueError(f"the advice is for {self.situation.optimizer}, but this is {type(optimizer).__name__}")
-        p, ddp = self._of_rank_0(ranks), _in_ddp(model)
+        (p, total), ddp = self._of_rank_0(ranks, USUAL_STEPS if steps is None else steps), _in_ddp(model)
         if scheduler is not None and not (p.name in MADE and MADE[p.name].quorum):
             raise ValueError(f"{p.name} leaves the scheduler to the training loop: step it there, and do not give it")
         if p.name == DENSE.name and ddp is not None:  # which sums them itself
             return model, optimizer
         if p.name in MADE:
-            return model, self._other(MADE[p.name], model, optimizer, steps, comm, scheduler)
-        settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire, "density": p.density, "steps": steps}
+            return model, self._other(MADE[p.name], model, optimizer, total, comm, scheduler)
+        settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire, "density": p.density, "steps": total}
         settings |= {"options": dict(p.options)} if p.options else {}
         if ddp is not None and not self.situation.sends_updates:
             SparseHookState.for_model(ddp, optimizer, **settings)
@@ -170,19 +171,26 @@ class Plan:
         _refuse_ddp(ddp, p.name)
         return model, UpdateOptimizer.for_model(optimizer, model, comm=comm, **settings)
 
-    def _of_rank_0(self, comm: Communicator) -> Prediction:
-        """Exchange that rank 0's plan recommends: other ranks may have measured otherwise."""
+    def _of_rank_0(self, comm: Communicator, steps: int) -> tuple[Prediction, int]:
+        """Exchange and steps of rank 0: other ranks may have measured otherwise, or have more batches."""
         own = self.recommendation.step.prediction
         said = {name: getattr(own, name) for name in ("algorithm", "options", "density", "wire")}
-        return replace(own, **told(said, comm)[0])
+        first, total = told([said, steps], comm)[0]
+        if total != steps:
+            warnings.warn(
+                f"steps is {steps:,}, but {total:,} on rank 0: all ranks warm up as in a training of {total:,}, so "
+                "give all the same",
+                stacklevel=3,
+            )
+        return replace(own, **first), total
 
     def _other(
-        self, way: Way, model: nn.Module, optimizer: Optimizer, steps: int | None, comm: Any, scheduler: Any
+        self, way: Way, model: nn.Module, optimizer: Optimizer, steps: int, comm: Any, scheduler: Any
     ) -> Optimizer:
         """A way that selects nothing."""
-        ddp, total = _in_ddp(model), USUAL_STEPS if steps is None else steps
+        ddp = _in_ddp(model)
         if ddp is not None and way.in_ddp is not None:
-            return way.in_ddp(ddp, optimizer, total)
+            return way.in_ddp(ddp, optimizer, steps)
         _refuse_ddp(ddp, way.name)
         if way.ddp_only:
             raise ValueError(f"{way.name} is a hook of DDP: give DistributedDataParallel(model), not the module itself")
@@ -198,7 +206,7 @@ class Plan:
                 "step it"
             )
         more = {"scheduler": scheduler} if way.quorum else {}
-        made = way.make(optimizer, model, comm, steps=total, every=way.every, **more)
+        made = way.make(optimizer, model, comm, steps=steps, every=way.every, **more)
         for group in optimizer.param_groups if adapts else ():
             for rate in {"lr", "initial_lr"} & group.keys():
                 group[rate] = group[rate] * way.rate
@@ -217,10 +225,12 @@ def _densities(density: float | Iterable[float] | None) -> list[float]:
     return sorted(checked, reverse=True)
 
 
-def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int | None) -> str:
+def _wrong(model: nn.Module, speed: float, link: str | Link | None, ranks: int | None, overlap: bool | None) -> str:
     """Reason why these arguments of `advise` make no sense; "" if they do. Raises TypeError or ValueError."""
     expected = "a number above 0 and finite, as the seconds of a step"
     arguments.number(speed, "steps_per_second", expected, lambda given: given > 0 and 0 < 1 / given < math.inf)
+    if overlap not in (None, True, False):
+        raise TypeError(f"overlap is {overlap!r} ({type(overlap).__name__}), expected True, False, or None")
     if link is not None and not isinstance(link, Link) and link not in LINKS:
         own = "a Link(alpha, beta) of seconds per message and per byte (1 Gbit/s is 8e-9)"
         return f"link is {link!r}, expected {own}, None, or one of {', '.join(LINKS)}"
@@ -310,6 +320,8 @@ def _check_model(model: nn.Module) -> None:
     """Raises TypeError for anything but a module, ValueError for one of which nothing can be measured or exchanged."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r:.80}, expected a torch.nn.Module that is trained, or DDP of it")
+    if said := shapeless(model):
+        raise ValueError(said)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device, where nothing can be measured: make it where it is trained")
     for name, module in model.named_modules():

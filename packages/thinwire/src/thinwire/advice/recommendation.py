@@ -24,14 +24,22 @@ For torch's own it is `WORTHWHILE`: nothing of ours is to be installed for less.
 """
 WELL, UNKNOWN, BADLY = range(3)
 """How an exchange is known to learn, best first."""
+OWN = "whole gradients and selections at a density of yours"
+AMONG = {
+    None: f"what is known to learn within {MOST_BEHIND:g} point of dense",
+    WELL: f"{OWN} that are known to learn within {MOST_BEHIND:g} point of dense",
+    UNKNOWN: f"{OWN} that are not known to learn worse",
+    BADLY: OWN,
+}
+"""What is considered, by how selections at a density of the user's may learn; None: it is not kept to."""
 
 
 class Recommendation(NamedTuple):
     """Recommended step; that of "dense" in float32 means no compression.
 
-    rule: "fastest", "as fast" (see `AS_FAST`), "accuracy" (faster ones lose too much, or were not measured) or "not
-    worthwhile" (see `WORTHWHILE`). reason: the rule in words. runner_up: the fastest of the others, None if nothing
-    else was predicted. text: the full advice, with what to do.
+    rule: "fastest", "as fast" (see `AS_FAST`), "accuracy" (faster ones lose too much, were not measured, or have not
+    the density that was asked for) or "not worthwhile" (see `WORTHWHILE`). reason: the rule in words. runner_up: the
+    fastest of the others, None if nothing else was predicted. text: the full advice, with what to do.
     """
 
     step: Step
@@ -53,7 +61,7 @@ def recommend(situation: Situation) -> Recommendation:
     fp32 to fewer bytes.
     """
     steps = situation.predictions()
-    dense, eligible = dense_step(steps), _eligible(situation, steps)
+    dense, (eligible, kept) = dense_step(steps), _eligible(situation, steps)
     best = eligible[0].until
     worthwhile = dense / best >= WORTHWHILE
     nearly = [s for s in eligible if (_as_fast(s, eligible[0], dense) if worthwhile else s.prediction.name == "dense")]
@@ -64,7 +72,7 @@ def recommend(situation: Situation) -> Recommendation:
     rule = faster if worthwhile else "not worthwhile"
     set_aside = _set_aside(situation, [*eligible, *steps], taken, dense) if situation.chosen else []
     nearest = other if worthwhile else next((s for s in eligible if s is not taken), None)
-    reason = " ".join([_reason(rule, p, nearest), *set_aside, *_passed_over(situation, passed)])
+    reason = " ".join([_reason(rule, p, nearest, kept), *set_aside, *_passed_over(situation, passed)])
     advice, *lines = _use(situation, taken, dense) if worthwhile else _leave_off(situation, dense, best)
     return Recommendation(taken, rule, reason, other, "\n".join([advice, reason, *lines]))
 
@@ -74,8 +82,8 @@ def _as_fast(step: Step, best: Step, dense: float) -> bool:
     return step.until <= best.until * (WORTHWHILE if instead else AS_FAST)
 
 
-def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
-    """Whole gradients, and what is known to learn within a point of them.
+def _eligible(situation: Situation, steps: list[Step]) -> tuple[list[Step], int | None]:
+    """Whole gradients, and what is known to learn within a point of them. With its key of `AMONG`.
 
     Of densities that the user chose one is taken first among those that are known to learn well, then the unknown, then
     whatever is known to lose; none but these beside whole gradients.
@@ -87,8 +95,8 @@ def _eligible(situation: Situation, steps: list[Step]) -> list[Step]:
         for level in (WELL, UNKNOWN, BADLY):
             found = [s for s in own if learns[id(s)] <= level]
             if found and dense / found[0].until >= WORTHWHILE:
-                return sorted([*found, *whole], key=lambda s: s.until)
-    return [s for s in steps if learns[id(s)] == WELL and not _lacks_ddp(situation, s.prediction)]
+                return sorted([*found, *whole], key=lambda s: s.until), level
+    return [s for s in steps if learns[id(s)] == WELL and not _lacks_ddp(situation, s.prediction)], None
 
 
 def _lacks_ddp(situation: Situation, p: Prediction) -> bool:
@@ -151,16 +159,17 @@ def _passed_over(situation: Situation, passed: list[Step]) -> list[str]:
     return said
 
 
-def _reason(rule: str, taken: Prediction, other: Step | None) -> str:
+def _reason(rule: str, taken: Prediction, other: Step | None, kept: int | None) -> str:
     if other is None:
         return "Why: nothing else that learns well enough was predicted."
     within, wire = AS_FAST, ", and of these the one in fp32" if taken.wire == "fp32" else ""
     if _is_torchs(taken):
         within, wire = WORTHWHILE, ", and of these torch's own"
+    fastest = "the fastest" if kept in (UNKNOWN, BADLY) else "the fastest until as good as dense"
     why = {
-        "fastest": f"it is the fastest until as good as dense; {_named(other)} comes next.",
-        "accuracy": f"of what is known to learn within {MOST_BEHIND:g} point of dense it is the fastest, or as fast.",
-        "as fast": f"{_named(other)} is the fastest until as good as dense, but of steps that are as fast within "
+        "fastest": f"it is {fastest}; {_named(other)} comes next.",
+        "accuracy": f"of {AMONG[kept]} it is the fastest, or as fast.",
+        "as fast": f"{_named(other)} is {fastest}, but of steps that are as fast within "
         f"{within - 1:.0%} the one that sends most of the gradient is taken{wire}.",
         "not worthwhile": f"a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; of the "
         f"others that learn well enough the fastest is {_named(other)}.",
@@ -195,7 +204,7 @@ def _use(situation: Situation, taken: Step, dense: float) -> list[str]:
     training = f"over a whole training, the warm-up included, {gain}"
     after = f"after the warm-up {_seconds(later)}, {dense / later:.1f} times"
     chosen = ["The density is yours; it was not weighed against others."] if situation.chosen else []
-    use = f"Use {p.name} at density {p.density:.2g}: {training}; {after}. {network}"
+    use = f"Use {p.name} at density {p.density}: {training}; {after}. {network}"
     return [use, *steps, *_lines(situation, p), *chosen, learns]
 
 
@@ -214,10 +223,10 @@ def _lines(situation: Situation, p: Prediction) -> list[str]:
     wire = f', wire="{p.wire}"' if p.wire != "fp32" else ""
     setting, steps = f'algorithm="{p.algorithm}"{options}{wire}', "STEPS: of your whole training, for the warm-up."
     if not situation.sends_updates:
-        hook = f"SparseHookState.for_model(ddp, optimizer, steps=STEPS, density={p.density:.2g}, {setting})"
+        hook = f"SparseHookState.for_model(ddp, optimizer, steps=STEPS, density={p.density}, {setting})"
         return [f"In DDP: state = {hook}, which takes the momentum over from the optimizer.", steps]
     inner = OPTIMIZERS[situation.optimizer].replace("SGD(...)", "SGD(..., momentum=0.9)")
-    made = f"UpdateOptimizer.for_model({inner}, model, steps=STEPS, density={p.density:.2g}, {setting})"
+    made = f"UpdateOptimizer.for_model({inner}, model, steps=STEPS, density={p.density}, {setting})"
     return [f"Without DDP: optimizer = {made}", steps]
 
 
@@ -241,7 +250,7 @@ def _other_lines(situation: Situation, p: Prediction) -> list[str]:
 def _named(step: Step) -> str:
     """An exchange with its seconds: "gtopk at density 0.01 (514 ms)"."""
     p = step.prediction
-    return f"{p.name}{f' at density {p.density:.2g}' if p.density < 1 else ''} ({_seconds(step.mean)})"
+    return f"{p.name}{f' at density {p.density}' if p.density < 1 else ''} ({_seconds(step.mean)})"
 
 
 def _seconds(seconds: float) -> str:
