@@ -53,8 +53,10 @@ def test_under_mpiexec_where_one_rank_tells_what_is_measured(mpiexec):
     done = mpiexec(3, "-m", "thinwire", "advise", *FLAGS)
     assert done.returncode == 0, done.stderr
     check(done.stdout, 3)
-    told = [line for line in done.stderr.splitlines() if "thinwire advise: " in line]
-    assert [line.partition("advise: ")[2] for line in told] == [
+    lines = [line for line in done.stderr.splitlines() if "thinwire advise: " in line]
+    told = [line.partition("advise: ")[2] for line in lines]
+    seldom = "measuring the optimizer around a selection"  # where the link, as it is now, makes one worth it
+    assert [what for what in told if what != seldom] == [
         "measuring selecting and merging at density 0.01 (1 of 1)",
         "measuring the work of the other ways",
         "measuring the link between 3 ranks",
