@@ -340,7 +340,7 @@ def test_a_forward_past_the_model_is_told_of():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("way", ["no_grad", "data"])
+@pytest.mark.parametrize("way", ["no_grad", "data", "halved", "negated"])
 def test_a_parameter_that_is_written_to_between_forward_and_step_is_an_error(way, dtype):
     model = model_of().to(dtype)
     with torch.no_grad():
@@ -350,7 +350,10 @@ def test_a_parameter_that_is_written_to_between_forward_and_step_is_an_error(way
         model(batch(0, 0).to(dtype))[:, 1:].square().mean().backward()
         with torch.no_grad():
             written = model[0].weight if way == "no_grad" else model[0].weight.data
-            written[0, 0] += 0.25
+            if way in ("halved", "negated"):
+                written.mul_(0.5 if way == "halved" else -1)
+            else:
+                written[0, 0] += 0.25
         with pytest.raises(RuntimeError, match=r"'0.weight' was written to inside ahead\(\)"):
             optimizer.step()
 

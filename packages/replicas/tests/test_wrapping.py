@@ -61,14 +61,26 @@ def test_two_wrappers_side_by_side_are_refused_as_soon_as_both_are_used(kind):
     SimulatedWorld(2).run(body)
 
 
-def test_a_wrapper_knows_of_a_later_one_of_any_of_its_parameters_while_that_lives():
-    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    first, other = (Alone(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (one, two))
-    later = Other(torch.optim.SGD([*one.parameters(), nn.Parameter(torch.ones(3))], lr=0.1))
-    assert [first.superseded, other.superseded, later.superseded] == [True, False, False]
-    del later
+def test_a_wrapper_is_overtaken_by_a_later_one_of_its_parameters_or_of_a_part_of_them_while_that_lives():
+    class Started(Alone):
+        def __init__(self, *parameters, refused=False):
+            super().__init__(torch.optim.SGD(parameters, lr=0.1))
+            if refused:
+                self.named = {"weight": refused}
+            self.start_alike("")
+
+    a, b, c = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    first, apart = Started(a, b), Started(c)
+    partly = Started(b, c)
+    assert [first.overtaken, apart.overtaken, partly.overtaken] == [False, True, False]
+    with pytest.raises(AttributeError) as kept:
+        Started(a, refused=True)
+    assert not first.overtaken, kept  # what is refused overtakes nothing
+    part, whole = Started(a), Started(a, b, c)
+    assert [first.overtaken, partly.overtaken, part.overtaken, whole.overtaken] == [True, True, True, False]
+    del part, whole
     gc.collect()
-    assert not first.superseded
+    assert [first.overtaken, partly.overtaken] == [False, False]
 
 
 @pytest.mark.parametrize("shown", [True, False])

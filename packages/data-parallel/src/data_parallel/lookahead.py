@@ -34,7 +34,8 @@ LOOKS = 100
 LATE = (
     "the gradients of this step were made without what waits in the residuals: at a density of {density:g} an update "
     "waits about {wait:,.0f} steps, and until then each gradient asks for it again, so training is slower, or worse. "
-    "Put forward and backward into `with optimizer.ahead():`, or make it by UpdateOptimizer.for_model, which does that"
+    "Put forward and backward into `with optimizer.ahead():`, or make it by UpdateOptimizer.for_model, which does that "
+    "until another wrapper is made of its parameters"
 )
 BOTH = (
     "of this step some gradients were made inside ahead(), others outside, without what waits in the residuals: put "
@@ -175,10 +176,14 @@ class ErrorLookahead:
 
 
 def _bits(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums of each tensor's elements as integers of their size, which are the same in any order."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [t.detach().view(kinds[t.element_size()]).sum(dtype=kinds[t.element_size()]) for t in tensors]
-    return torch.stack([one.to(tensors[0].device, torch.int64) for one in sums])
+    """Sum of each tensor's bits, which is the same in any order: eight bytes at a time, where they fit."""
+    sums = []
+    for flat in [tensor.detach().reshape(-1) for tensor in tensors]:
+        size = flat.element_size()
+        fits = size < 8 and flat.nbytes % 8 == flat.storage_offset() * size % 8 == 0
+        kind = torch.int64 if fits else {1: torch.int8, 2: torch.int16}.get(size, torch.int32)
+        sums.append(flat.view(kind).sum(dtype=torch.int64).to(tensors[0].device))
+    return torch.stack(sums)
 
 
 class FollowedModule:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, Unpack
 
 import torch
-from replicas import STATE_KEY, Wrapping
+from replicas import STATE_KEY
 from sparse_compress import all_finite
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -205,17 +205,17 @@ class UpdateOptimizer(ExchangingOptimizer):
         """
         if self._followed is None:
             owner = weakref.ref(self)
-            self._followed = FollowedModule(model, self._lookahead, lambda: (own := owner()) and not own.superseded)
+            self._followed = FollowedModule(model, self._lookahead, lambda: (own := owner()) and not own.overtaken)
 
     def unfollow(self) -> None:
         """Ends what `follow` began, where another optimizer trains the model from now on.
 
-        A wrapper of these packages that is made of the same parameters ends it, too; one of torch's does not.
+        A wrapper of these packages that is made of the same parameters does that itself; none of torch's does.
         """
-        self.leave_ahead()
-        if self._followed is not None:
-            self._followed.close()
-            self._followed = None
+        followed, self._followed = self._followed, None
+        if followed is not None:
+            followed.close()
+            followed.leave()
 
     def leave_ahead(self) -> None:
         """Ends what the forward of a followed model has entered, as `step` does: between two backwards of one step."""
@@ -267,9 +267,8 @@ class UpdateOptimizer(ExchangingOptimizer):
         super()._load(own, wrapped)
         self._step_correction.load_state_dict(own)
 
-    def _yield_to(self, successor: Wrapping) -> None:
+    def _make_way(self) -> None:
         self.leave_ahead()
-        super()._yield_to(successor)
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         self._refuse_mid_step("step()")

@@ -115,8 +115,8 @@ class Wrapping(Optimizer):
         self._share()
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
         self._replaced, self._apart, self._used = ReplacedParameters(trained, self.what), [0], False
+        optimizer._wrapping = weakref.ref(self)  # type: ignore[attr-defined]  # the last one made
         self._successors: list[weakref.ref[Wrapping]] = []
-        self._supersede()
         if self._comm.rank == 0:  # once is enough
             weakref.finalize(self, _tell, self._apart, self.what)
         warn_of_ddp(trained, model, comm, self._comm, owner=self.what, instead=self.instead_of_ddp)
@@ -136,21 +136,26 @@ class Wrapping(Optimizer):
 
     @property
     def superseded(self) -> bool:
-        """Whether another wrapper has been made since that trains any of the same parameters."""
+        """Whether another wrapper has been made of the same optimizer since."""
+        return self.optimizer._wrapping() not in (None, self)  # type: ignore[attr-defined]
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether another wrapper has been made since of all of these parameters, or of a part of them alone."""
         return any(successor() is not None for successor in self._successors)
 
-    def _supersede(self) -> None:
-        """Tells those that have trained any of these parameters so far."""
+    def _overtake(self) -> list["Wrapping"]:
+        """Wrappers so far whose parameters are all among these, or have all of these among them; they make way."""
         mine = set(map(id, self.trained.values()))
         with _LOCK:
-            others = [other for other in _ALL if not mine.isdisjoint(map(id, other.trained.values()))]
-            _ALL.add(self)
-        for other in others:
-            other._yield_to(self)
+            others = [(other, set(map(id, other.trained.values()))) for other in _ALL if other is not self]
+        found = [other for other, theirs in others if mine <= theirs or theirs <= mine]
+        for other in found:
+            other._make_way()
+        return found
 
-    def _yield_to(self, successor: "Wrapping") -> None:
-        """Notes another wrapper of the same parameters, before it has exchanged anything."""
-        self._successors.append(weakref.ref(successor))
+    def _make_way(self) -> None:
+        """Puts parameters where all ranks have them, before another wrapper begins with them."""
 
     def start_alike(self, settings: str, *, model: nn.Module | None = None, broadcast: bool = True) -> None:
         """Gives all ranks rank 0's parameters, and buffers of `model`; for every rank to call, in the constructor.
@@ -167,6 +172,7 @@ class Wrapping(Optimizer):
         """
         if broadcast and model is not None:
             check_buffers(model)
+        overtaken = self._overtake()
         self._alike = f"{self.what}({settings}, {described(self.named)})"
         self._model = model
         self._comm.claim(self, anew=True)
@@ -176,6 +182,10 @@ class Wrapping(Optimizer):
         else:
             self._admits = True  # of at_least ranks some may die in here
             self._comm.atomic(partial(self._copy if broadcast else self._compare, settings))
+        for other in overtaken:  # what is refused overtakes nothing
+            other._successors.append(weakref.ref(self))
+        with _LOCK:
+            _ALL.add(self)
 
     @property
     def _buffers(self) -> list[Tensor]:
@@ -423,13 +433,12 @@ class Wrapping(Optimizer):
     def _refuse_others(self) -> None:
         """Raises for other parameters in the model, and for a later wrapper round the optimizer that is in use."""
         self._replaced.refuse()
-        self._used = True
-        for later in filter(None, [successor() for successor in self._successors]):
-            if later._used and later.optimizer is self.optimizer:
-                raise RuntimeError(
-                    f"{self._a_wrapper} of an optimizer that {later._a_wrapper}, made later, steps now: both would "
-                    "exchange; use one of them, on every rank, and make it anew to go back to it"
-                )
+        last, self._used = self.optimizer._wrapping(), True  # type: ignore[attr-defined]
+        if last is not None and last is not self and last._used:
+            raise RuntimeError(
+                f"{self._a_wrapper} of an optimizer that {last._a_wrapper}, made later, steps now: both would "
+                "exchange; use one of them, on every rank, and make it anew to go back to it"
+            )
 
     def _refuse_changes(self) -> None:
         """Raises ValueError where what the optimizer would step is no longer what is exchanged.
