@@ -35,7 +35,7 @@ class Span(AbstractContextManager[None]):
         self._kept.append(self)
 
     def event(self, pid: int, base: int) -> dict[str, Any]:
-        """In the trace event format, with times after `base`, in ns."""
+        """Event in the trace event format, with times after `base`, in ns."""
         when = {"ts": (self.began - base) / 1e3, "dur": (self.ended - self.began) / 1e3}
         about = {"ph": "X", "cat": "user_annotation", "name": self.name, "pid": pid, "tid": self.thread}
         return {**about, **when, "args": {}}

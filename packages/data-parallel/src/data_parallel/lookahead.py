@@ -94,7 +94,7 @@ class ErrorLookahead:
             warnings.warn(NONE, stacklevel=3)
 
     def written(self, *, quickly: bool = False) -> str | None:
-        """What to say of a parameter that was written to since it is ahead. quickly: by anything but `.data`."""
+        """Text about a parameter that was written to since it is ahead. quickly: by anything but `.data`."""
         seen, bits = self._there
         changed = [now != then for now, then in zip(self._seen(), seen, strict=True)]
         if not quickly and not any(changed):
