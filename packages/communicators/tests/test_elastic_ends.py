@@ -3,6 +3,7 @@
 import gc
 import inspect
 import logging
+import math
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import weakref
 
 import pytest
 import torch
-from communicators import CollectiveError, Dies, Elastic, SimulatedWorld, allreduce
+from communicators import BoardLost, CollectiveError, Dies, Elastic, SimulatedWorld, allreduce
 from communicators.elastic import __main__ as serving
 
 TIMES = 60
@@ -69,6 +70,27 @@ def summed(meeting, **settings):
     world = Elastic(meeting, **settings)
     world.atomic(lambda: allreduce(torch.ones(1), world))
     return world.generation
+
+
+@pytest.mark.quick
+@pytest.mark.timeout(60)
+def test_who_comes_after_simulated_ranks_have_returned_begins_anew():
+    def body(comm):
+        comm.elapse(comm.rank)
+        return summed(comm, patience=20.0)
+
+    assert SimulatedWorld(3).run(body) == [1, 3, 5]  # 2 and 4 are the ends
+
+
+@pytest.mark.quick
+def test_a_simulated_rank_ends_without_the_board():
+    def body(comm):
+        summed(comm)
+        comm.elapse(2.0)
+
+    world = SimulatedWorld(1, faults=[BoardLost(at=1.0, seconds=math.inf)])
+    world.run(body)
+    assert 2.0 < world.elapsed < 3.0
 
 
 ONE_STEP = f"""
