@@ -197,7 +197,16 @@ class Membership(Communicator):
         raise NotImplementedError("ranks of an Elastic change, those that signals connect would not")
 
     def _enter(self) -> None:
-        """Waits until this rank is in a generation, with the state of one who trains if it came later."""
+        """Enters a generation, with the state of one who trains if this rank came later; it may try again."""
+        try:
+            self._wait_to_enter()
+        except BaseException:
+            if self._inner is None:
+                self._board.retire()
+            raise
+
+    def _wait_to_enter(self) -> None:
+        """Waits until this rank is in a generation."""
         began = told = self.clock()
         empty = math.inf
         while self._inner is None:
