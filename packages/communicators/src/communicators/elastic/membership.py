@@ -542,7 +542,8 @@ class Membership(Communicator):
                 "it had not taken part yet, and nothing of it is lost"
                 if name in self._record.joined and (self._failed or self._words == [0])  # no commit yet
                 else "lost is what it held, its residual (norm unknown) and its part of the block since the last "
-                f"exchange; it had drawn {self._dealer.count(at, record.drawn[at])} by the last commit",
+                f"exchange; in generation {self._record.generation} it had drawn "
+                f"{self._dealer.count(at, record.drawn[at])} by the last commit",
             )
         for name in record.joined:
             logger.warning("generation %d of %d ranks: %s joins", record.generation, len(record.members), name)
