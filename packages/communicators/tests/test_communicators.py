@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from communicators import (
     SLOT_BYTES,
     Link,
@@ -23,6 +24,7 @@ from communicators import (
 )
 from communicators.schedules.dense import ring_allreduce
 from communicators.worlds.alone import Alone
+from torch.distributed.device_mesh import DeviceMesh
 
 pytestmark = pytest.mark.quick
 
@@ -64,9 +66,17 @@ def test_a_communicator_is_itself():
     assert as_communicator(comm) is comm
 
 
-def test_something_else_is_refused():
-    with pytest.raises(TypeError, match="expected an mpi4py communicator, a torch process group"):
-        as_communicator("world")
+@pytest.mark.parametrize(
+    ("comm", "said"),
+    [
+        ("world", "expected an mpi4py communicator, a torch process group.* got str$"),
+        (dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in that group.* make this call on its members alone"),
+        (DeviceMesh.__new__(DeviceMesh), r"got DeviceMesh: give mesh\.get_group\(name\)"),
+    ],
+)
+def test_something_else_is_refused(comm, said):
+    with pytest.raises(TypeError, match=said):
+        as_communicator(comm)
 
 
 def lines_of(script):

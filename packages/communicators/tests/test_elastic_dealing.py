@@ -272,7 +272,7 @@ def test_what_a_dead_rank_drew_is_dealt_again_also_where_the_next_generation_fai
 def test_it_is_said_what_a_dead_rank_had_drawn(caplog):
     assert SimulatedWorld(3, faults=[Dies(0, at=0.055)]).run(draws)[0] is None
     assert "(0.1); lost is what it held, its residual (norm unknown)" in caplog.text
-    assert "it had drawn 8 samples in 4 batches by the last commit" in caplog.text  # and one in hand
+    assert "in generation 1 it had drawn 8 samples in 4 batches by the last commit" in caplog.text  # and one in hand
 
 
 @pytest.mark.slow

@@ -3,16 +3,18 @@
 import gc
 import inspect
 import logging
+import math
 import os
 import re
 import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from communicators import CollectiveError, Dies, Elastic, SimulatedWorld, allreduce
+from communicators import BoardLost, CollectiveError, Dies, Elastic, SimulatedWorld, allreduce
 from communicators.elastic import __main__ as serving
 
 TIMES = 60
@@ -69,6 +71,27 @@ def summed(meeting, **settings):
     world = Elastic(meeting, **settings)
     world.atomic(lambda: allreduce(torch.ones(1), world))
     return world.generation
+
+
+@pytest.mark.quick
+@pytest.mark.timeout(60)
+def test_who_comes_after_simulated_ranks_have_returned_begins_anew():
+    def body(comm):
+        comm.elapse(comm.rank)
+        return summed(comm, patience=20.0)
+
+    assert SimulatedWorld(3).run(body) == [1, 3, 5]  # 2 and 4 are the ends
+
+
+@pytest.mark.quick
+def test_a_simulated_rank_ends_without_the_board():
+    def body(comm):
+        summed(comm)
+        comm.elapse(2.0)
+
+    world = SimulatedWorld(1, faults=[BoardLost(at=1.0, seconds=math.inf)])
+    world.run(body)
+    assert 2.0 < world.elapsed < 3.0
 
 
 ONE_STEP = f"""
@@ -128,6 +151,46 @@ def test_a_rank_that_has_gone_keeps_no_connection(start):
         time.sleep(0.05)
         gc.collect()
     assert not any(board() for board in boards)
+
+
+def test_who_gives_up_waiting_looks_no_longer_and_may_try_again(start):
+    _, address = served(start)
+    world = Elastic(address, at_least=2, patience=1.0)
+    with pytest.raises(TimeoutError, match="waits for others"):
+        world.size  # noqa: B018 - enters
+    world._board._watch.join(10.0)
+    assert not world._board._watch.is_alive()
+    world._patience, other = 60.0, Elastic(address, at_least=2, patience=60.0)
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(lambda one: one.size, [world, other])) == [2, 2]
+    world.close()
+    other.close()
+
+
+GIVES_UP = """
+import sys, threading, time
+from communicators import Elastic
+from communicators.elastic import store
+
+read = store.names_in_line
+
+def slowly(text):
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(1.0)
+        print("has looked", flush=True)
+    return read(text)
+
+store.names_in_line = slowly
+Elastic(sys.argv[1], at_least=2, patience=1.0).size
+"""
+
+
+def test_a_process_that_gives_up_waiting_ends_after_its_thread(start):
+    """A thread amid a call of the Store's would abort it."""
+    _, address = served(start)
+    rank = start("-c", GIVES_UP, address)
+    assert rank.communicate(timeout=60)[0].startswith("has looked")
+    assert rank.returncode == 1
 
 
 def test_a_process_ends_without_the_meeting_place(start):

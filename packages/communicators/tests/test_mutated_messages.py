@@ -147,6 +147,7 @@ class Memory(Board):
 
     name = "a"
     get = swap = append = pause = clock = wait_in_line = leave_line = waiting = connect = unreached = None
+    at_exit = retire = None
 
     def __init__(self, text):
         self.get = lambda key: text

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -117,6 +120,20 @@ def test_they_go_on_without_it_from_the_next_round_and_it_counts_no_longer():
         assert set(members[0]) == {(0, 1, 2, 3), (0, 2, 3)}
         assert members[0] == sorted(members[0], key=len, reverse=True)
         assert world.elapsed < 0.2
+
+
+def test_each_that_is_left_says_once_whom_it_goes_on_without(caplog):
+    faults = [Dies(1, at=0.035), Dies(3, at=0.065)]
+    SimulatedWorld(SIZE, faults=faults).run(lambda comm: dies_in_the_middle(comm, "shrink"))
+    said = Counter(re.findall(r"(\d) ranks go on without rank (\d); lost is what it gave", caplog.text))
+    assert said == {("3", "1"): 3, ("2", "3"): 2}
+
+
+@pytest.mark.parametrize("order", range(5))
+def test_nobody_is_said_to_be_lost_who_has_only_closed(order, caplog):
+    for run in (SimulatedWorld(3, seed=order, jitter=1e-2).run, partial(on_all, ranks(3))):
+        run(lambda comm: dies_in_the_middle(comm, "shrink"))
+    assert "go on without" not in caplog.text
 
 
 def test_rounds_of_a_group_go_on_without_its_own_dead_only():

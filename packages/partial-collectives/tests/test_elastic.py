@@ -29,15 +29,18 @@ class Log:
         self.given = [0] * size
         self.met = defaultdict(list)
         self.sizes = set()
+        self.over = False
 
 
 def counting(comm, log, *, late=0.0, epochs=3, seed=0, **rounds):
-    """Trains so many epochs of a drawn number of steps, which take drawn times. None: nobody has let this rank in."""
+    """Trains so many epochs of a drawn number of steps, which take drawn times. None: not let in, or after the end."""
     draw = random.Random(f"{seed}/{comm.rank}")
     comm.elapse(late)
     world = Elastic(comm, timeout=0.5, patience=3.0)
     w = torch.nn.Parameter(torch.zeros(comm.size, dtype=torch.float64))
     try:
+        if not world.newcomer and log.over:
+            return None
         optimizer = Counting(torch.optim.SGD([w], lr=1.0), [("w", w)], comm=world, **rounds)
     except TimeoutError:
         return None
@@ -51,6 +54,7 @@ def counting(comm, log, *, late=0.0, epochs=3, seed=0, **rounds):
             optimizer.synchronize()
             log.met[optimizer._elastic.number].append((w.tolist(), optimizer.applied, optimizer.gradients))
             log.sizes.add(world.size)
+    log.over = True
     return w.tolist(), optimizer.applied, optimizer.gradients, world.generation
 
 

@@ -68,7 +68,10 @@ BROKEN = {
         "return self.rank not in self.unfinished",
     ),
     "a rank arrives before it has a gradient": ("(waits or at_rest)", "True"),
-    "nobody tells on that a rank is gone": ("return [*told, Recover(self.members)]", "return [Recover(self.members)]"),
+    "nobody tells on that a rank is gone": (
+        "return [*told, Recover(self.members, rank)]",
+        "return [Recover(self.members, rank)]",
+    ),
     "who was told to begin by one that is gone keeps it to itself": (
         "        if self._told >= self.round:\n            self._begin()",
         "        if False:\n            self._begin()",

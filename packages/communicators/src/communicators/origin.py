@@ -52,7 +52,7 @@ def as_communicator(
             where one connection does not fill a long path that loses packets. Dense sums are ours then, not gloo's own.
 
     Raises:
-        TypeError: `comm` is something else, or a process group without a Store, or a fake one.
+        TypeError: `comm` is something else, a process group without a Store, a fake one, or one without this rank.
         RuntimeError: None, under a launcher of several ranks, with neither a process group nor mpi4py; or the launcher
             is of another MPI than mpi4py's, so that each rank would be alone.
         CollectiveError: Names the ranks that did not come to the first use, or have died since, and what to do.
@@ -76,6 +76,11 @@ def _found(
         raise ValueError("connections= is for data by TCP; of NCCL's own set NCCL_NSOCKS_PERTHREAD")
     if comm is None and dist.is_available() and dist.is_initialized():
         comm = dist.group.WORLD
+    if dist.is_available() and comm is dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            "this rank is not in that group: new_group() gives NON_GROUP_MEMBER to ranks that it leaves out; make this "
+            "call on its members alone"
+        )
     if dist.is_available() and isinstance(comm, dist.ProcessGroup):
         return _from_process_group(comm, patience, transport, store, connections)
     if transport == "nccl":
@@ -99,8 +104,10 @@ def _found(
         return _one_rank()
     if mpi is not None and isinstance(comm, mpi.Comm):
         return _from_mpi(comm, mpi, patience)
+    hint = ": give mesh.get_group(name) of one dimension" if type(comm).__name__ == "DeviceMesh" else ""
     raise TypeError(
-        f"expected an mpi4py communicator, a torch process group, a Communicator or None, got {type(comm).__name__}"
+        "expected an mpi4py communicator, a torch process group, a Communicator or None, got "
+        f"{type(comm).__name__}{hint}"
     )
 
 

@@ -1,5 +1,6 @@
 """`PartialAllreduce`: sums over ranks that do not wait for the last one, and lose nothing of it."""
 
+import logging
 import math
 import statistics
 import threading
@@ -46,6 +47,8 @@ OWN, KNOWN = (Kind.OVER, Kind.GRACE_OVER), frozenset(Kind)
 MOST_BEGAN = 21
 WAITS = 1
 """In place of a round's number, beside `Kind.LIVE`: its sender waits as well."""
+
+logger = logging.getLogger(__name__)
 
 
 class RoundSettings(TypedDict, total=False):
@@ -607,12 +610,25 @@ class PartialAllreduce:
             elif isinstance(action, Join):
                 self._join(action)
             elif isinstance(action, Recover):
+                self._tell_lost(action)
                 self._recover()
             elif isinstance(action, LeftOut):
                 self._left_out = f"{self.name} was left out: others have lost the connection to it"
             elif self._graced != action.round:
                 self._graced = action.round
                 self._signals.remind(self._seconds_of_grace(), KINDS * action.round + Kind.GRACE_OVER)
+
+    def _tell_lost(self, action: Recover) -> None:
+        """Logs what the loss of a rank costs: nothing once all have finished. An `Elastic` tells so itself."""
+        if not (self.comm.hasty or self._machine.over):
+            logger.warning(
+                "partial round %d: %d ranks go on without rank %d; lost is what it gave that is in no round yet, such "
+                "as the gradients of its last steps%s",
+                self._machine.round,
+                len(action.members),
+                action.lost,
+                "" if self._bits is None else ", and its residual",
+            )
 
     def _seconds_of_grace(self) -> float:
         share, seconds = self._grace

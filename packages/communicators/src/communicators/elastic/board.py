@@ -147,10 +147,12 @@ class Board(ABC):
     def unreached(self, generation: int, names: Sequence[str]) -> tuple[str, ...]:
         """Those of some ranks, who look too, to whom this one finds no connection. generation: the coming one."""
 
-    def at_exit(self, close: Callable[[], object]) -> None:  # noqa: B027 - simulated ranks do not exit
-        """Has a real process call this at its end, while it can still tell others, unless it has retired by then."""
+    @abstractmethod
+    def at_exit(self, close: Callable[[], object]) -> None:
+        """Has this called at the rank's end, while it can still tell others, unless it has retired by then."""
 
-    def retire(self) -> None:  # noqa: B027 - simulated ranks have no thread that looks
+    @abstractmethod
+    def retire(self) -> None:
         """Ends looking who waits, and forgets what was to be called at the end: this rank takes part no longer."""
 
     def record(self) -> Record:

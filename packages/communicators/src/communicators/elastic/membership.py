@@ -197,7 +197,16 @@ class Membership(Communicator):
         raise NotImplementedError("ranks of an Elastic change, those that signals connect would not")
 
     def _enter(self) -> None:
-        """Waits until this rank is in a generation, with the state of one who trains if it came later."""
+        """Enters a generation, with the state of one who trains if this rank came later; it may try again."""
+        try:
+            self._wait_to_enter()
+        except BaseException:
+            if self._inner is None:
+                self._board.retire()
+            raise
+
+    def _wait_to_enter(self) -> None:
+        """Waits until this rank is in a generation."""
         began = told = self.clock()
         empty = math.inf
         while self._inner is None:
@@ -533,7 +542,8 @@ class Membership(Communicator):
                 "it had not taken part yet, and nothing of it is lost"
                 if name in self._record.joined and (self._failed or self._words == [0])  # no commit yet
                 else "lost is what it held, its residual (norm unknown) and its part of the block since the last "
-                f"exchange; it had drawn {self._dealer.count(at, record.drawn[at])} by the last commit",
+                f"exchange; in generation {self._record.generation} it had drawn "
+                f"{self._dealer.count(at, record.drawn[at])} by the last commit",
             )
         for name in record.joined:
             logger.warning("generation %d of %d ranks: %s joins", record.generation, len(record.members), name)

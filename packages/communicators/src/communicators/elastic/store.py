@@ -137,6 +137,11 @@ class StoreBoard(Board):
     clock = staticmethod(time.monotonic)
 
     def wait_in_line(self) -> None:
+        if self._ending.is_set():  # it had given up, and waits anew
+            if self._watch is not None:
+                self._watch.join()
+            self._watch = None
+            self._ending.clear()
         self.name = self.name or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._change_line(lambda line: line if self.name in line else [*line, self.name])  # a new Store has none
         self._beats += 1
@@ -148,6 +153,7 @@ class StoreBoard(Board):
     def waiting(self) -> tuple[str, ...]:
         if self._watch is None:
             self._watch = threading.Thread(target=self._look, name="communicators-board", daemon=True)
+            atexit.register(self._end)
             self._watch.start()
         return self._fresh
 

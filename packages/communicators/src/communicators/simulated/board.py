@@ -21,6 +21,7 @@ class SimulatedBoard(Board):
         self, loop: EventLoop, place: int, kept: dict[str, str], group: Callable[[int, Sequence[int]], Communicator]
     ) -> None:
         self._loop, self._rank, self._kept, self._group, self.name = loop, place, kept, group, ""
+        self._exits = False
 
     def get(self, key: str) -> str:
         self._step()
@@ -71,6 +72,16 @@ class SimulatedBoard(Board):
         loop = self._loop
         return tuple(name for name in names if loop.world.dark_until(self._rank, _place(name), loop.now) > loop.now)
 
+    def at_exit(self, close: Callable[[], object]) -> None:
+        def end() -> None:
+            self._exits = True
+            close()
+
+        self._loop.at_exit[self._rank][self] = end
+
+    def retire(self) -> None:
+        self._loop.at_exit[self._rank].pop(self, None)
+
     def _line(self) -> list[str]:
         line: list[str] = json.loads(self._kept.get(LINE, "[]"))
         return line
@@ -81,6 +92,8 @@ class SimulatedBoard(Board):
         loop.refuse_if_failed()
         back = loop.world.dark_until(self._rank, None, loop.now)
         back = max([back, *(end for begin, end in loop.world.outages if begin <= loop.now < end)])
+        if self._exits and back > loop.now:
+            raise TimeoutError("the board does not answer, and no rank waits for it to end")
         loop.sleep(self._rank, back - loop.now + max(loop.seconds_for(self._rank, 0, 0)))
 
 

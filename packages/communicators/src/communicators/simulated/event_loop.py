@@ -114,6 +114,7 @@ class EventLoop:
         self.outliving: set[Context] = set()
         self.groups: dict[Context, frozenset[int]] = {}  # communicators that only the end of one of their ranks ends
         self.boards: dict[str, dict[str, str]] = {}
+        self.at_exit: list[dict[Any, Action]] = [{} for _ in range(world.size)]  # by board, once a function returns
         self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
         self.ended = frozenset[int]()  # ranks whose function has returned or raised, or that died
@@ -125,6 +126,15 @@ class EventLoop:
         self.over = False
 
     # Called in a rank's thread.
+
+    def run_rank(self, rank: int, body: Callable[[], T]) -> T:
+        """Runs a rank's function, and then what was to be called at its end, as a process does."""
+        result = body()
+        while self.at_exit[rank]:
+            _, close = self.at_exit[rank].popitem()
+            with suppress(CollectiveError, TimeoutError):  # the world has failed, or the board is lost
+                close()
+        return result
 
     def submit(
         self,
@@ -216,7 +226,8 @@ class EventLoop:
 
     def run(self, bodies: list[Callable[[], T]]) -> list[T]:
         """Runs one body per rank to its end; returns their results."""
-        self.ranks = [RankThread(*each) for each in zip(bodies, self._turns, strict=True)]
+        lives = [partial(self.run_rank, rank, body) for rank, body in enumerate(bodies)]
+        self.ranks = [RankThread(*each) for each in zip(lives, self._turns, strict=True)]
         for rank in range(len(bodies)):
             self.after(0.0, partial(self._resume, rank))
         for rank, seconds in self.world.deaths:

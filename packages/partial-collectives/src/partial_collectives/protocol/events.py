@@ -84,9 +84,13 @@ class Grace:
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Action: leave the round's collective, and find out with these ranks which rounds are over: see `recovered`."""
+    """Action: leave the round's collective, and find out with these ranks which rounds are over: see `recovered`.
+
+    lost: rank that is not among them any more.
+    """
 
     members: frozenset[int]
+    lost: int
 
 
 @dataclass(frozen=True, slots=True)

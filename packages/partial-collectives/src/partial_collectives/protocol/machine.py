@@ -120,7 +120,7 @@ class Machine:
             return []
         self.members, self.recovering = self.members - {rank}, True
         told = [Signal(peer, Kind.GONE, rank) for peer in range(self.size) if peer != self.rank]
-        return [*told, Recover(self.members)]
+        return [*told, Recover(self.members, rank)]
 
     def recovered(self, headers: Sequence[Header] | None, *, behind: bool = True) -> list[Action]:
         """Event: all members have ended as many rounds. headers: of the one that others had ended before this rank."""
