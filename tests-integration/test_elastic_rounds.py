@@ -22,6 +22,7 @@ class Log:
 
     def __init__(self, size):
         self.steps, self.sizes, self.met = [0] * size, set(), defaultdict(list)
+        self.over = False
         self.totals = [defaultdict(float) for _ in range(size)]
         self.residuals, self.began, self.grew = (
             [],
@@ -58,6 +59,8 @@ def counting(
     options |= {"fragments": 2, "delay": 0, "alpha": 0.0} if streams else {}
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     try:
+        if not world.newcomer and log.over:  # it would begin a training of its own
+            return None
         optimizer = (StreamingDiLoCo if streams else DiLoCo)(inner, model=model, **options)
     except TimeoutError:
         return None
@@ -87,6 +90,7 @@ def counting(
             optimizer.drain()
             log.met[optimizer._driver._elastic.number].append([p.tolist() for p in model.parameters()])
     optimizer.finish()
+    log.over = True
     if "compress" in rounds:
         log.residuals.append(torch.cat([one for each in optimizer._driver._rounds.residuals for one in each]))
     return [p.tolist() for p in model.parameters()], world.generation, optimizer._driver._elastic.number

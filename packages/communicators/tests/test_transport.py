@@ -159,8 +159,8 @@ def test_labels_end_and_name_both_ends_of_a_message_alike(monkeypatch):
         yield
         ended.append(name)
 
-    monkeypatch.setattr(transport_communicator, "labelled", labelled)
-    monkeypatch.setattr(transport_communicator, "records", lambda: True)
+    for name, stand_in in (("labelled", labelled), ("spanning", labelled), ("are_kept", lambda: True)):
+        monkeypatch.setattr(transport_communicator, name, stand_in)
     comms = ranks(3)
     on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
     told = [event["args"] for event in named_messages({"name": name} for name in begun) if "args" in event]
