@@ -67,15 +67,13 @@ def test_threads_that_run_yet_have_their_names():
         begun = threading.Event()
 
         def work():
-            with labelled("work"):
-                begun.set()
+            labelled_block("work")
+            begun.set()
             end.wait()
 
         thread = threading.Thread(target=work, name="another")
         thread.start()
         begun.wait()
-        while not recorded._spans:
-            pass
     names = {event["tid"]: event["args"]["name"] for event in named(exported(recorded), "thread_name")}
     end.set()
     thread.join()
