@@ -100,6 +100,14 @@ def test_each_cycle_of_a_schedule_has_its_own_labels(tmp_path):
     ]
 
 
+def test_torch_s_own_handler_writes_the_labels_of_all_threads_too(tmp_path):
+    handler = torch.profiler.tensorboard_trace_handler(str(tmp_path), use_gzip=True)
+    with recording(on_trace_ready=handler):
+        elsewhere(lambda: labelled_block("work"))
+    [path] = tmp_path.iterdir()
+    assert len(named(json.loads(gzip.decompress(path.read_bytes())), "work")) == 1
+
+
 def test_what_is_begun_unseen_is_not_on_a_profile_and_what_follows_is():
     def fails():
         raise OSError("not posted")

@@ -36,9 +36,9 @@ class Recording(profile):
         keep(None)
         super().stop_trace()
 
-    def export_chrome_trace(self, path: str, *_: Any, **__: Any) -> None:
-        """Writes the trace to a file, compressed where its name ends in ".gz"; once, as with torch's own."""
-        text = json.dumps(exported(self)).encode()
+    def export_chrome_trace(self, path: str, *given: Any, **options: Any) -> None:
+        """Writes the trace to a file, compressed where its name ends in ".gz"; once, as torch's, which gets the rest."""
+        text = json.dumps(exported(self, *given, **options)).encode()
         Path(path).write_bytes(gzip.compress(text) if str(path).endswith(".gz") else text)
 
     def spans(self, base: int) -> list[timeline.Event]:
@@ -118,18 +118,20 @@ def trace_of(recorded: profile | dict[str, Any] | None, comm: Any = None) -> dic
     return trace | {"traceEvents": timeline.on_tracks(timeline.named_messages(trace["traceEvents"]))}
 
 
-def exported(recorded: profile) -> dict[str, Any]:
+def exported(recorded: profile, *given: Any, **options: Any) -> dict[str, Any]:
     """Trace as torch writes it, which it does only once: to be kept where `trace_of` may be called again.
 
     Args:
         recorded: A torch.profiler.profile that has ended.
+        *given: Further arguments of its `export_chrome_trace`.
+        **options: Likewise.
 
     Raises:
         OSError: The temporary folder, which torch's own file passes through, has no room, or cannot be written.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(recorded, str(path))
+        profile.export_chrome_trace(recorded, str(path), *given, **options)
         try:
             trace: dict[str, Any] = json.loads(path.read_text())
         except (FileNotFoundError, ValueError) as error:  # torch does not say that it could not write, or not all
