@@ -37,7 +37,7 @@ class Recording(profile):
         super().stop_trace()
 
     def export_chrome_trace(self, path: str, *given: Any, **options: Any) -> None:
-        """Writes the trace to a file, compressed where its name ends in ".gz"; once, as torch's, which gets the rest."""
+        """Writes the trace to a file, compressed where its name ends in ".gz"; once, as torch's own, which it calls."""
         text = json.dumps(exported(self, *given, **options)).encode()
         Path(path).write_bytes(gzip.compress(text) if str(path).endswith(".gz") else text)
 
