@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from communicators import Communicator, Schedule, schedules
+from communicators import Schedule, schedules
 from sparse_collectives import ALGORITHMS, Algorithm, Reduction, Traffic
 from sparse_compress import Largest, SparseVector, topk, vectors
 from torch import Tensor
@@ -17,14 +17,11 @@ class LargestOfTheSum(Algorithm):
     """
 
     name = "largest-of-the-sum"
+    cuts = False
 
     def select(self, like: Tensor, rank: int, size: int, k: int, state: object) -> Largest:
         """All of it."""
         return Largest(like.numel())
-
-    def call(self, own: SparseVector, comm: Communicator, k: int, state: object = None) -> Schedule[Reduction]:
-        """Not cut to k before it is summed, as others are."""
-        return self.schedule(own, comm.rank, comm.size, k)
 
     def schedule(self, sparse: SparseVector, rank: int, size: int, k: int, state: object = None) -> Schedule[Reduction]:
         total = yield from schedules.allreduce(sparse.to_dense(), rank, size)

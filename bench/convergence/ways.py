@@ -9,7 +9,7 @@ import torch
 from communicators import Communicator
 from data_parallel import DistributedOptimizer, UpdateOptimizer
 from replicas import MuonAdamW
-from sparse_collectives import Algorithm
+from sparse_collectives import Algorithm, ARCTopK
 from sparse_compress import DGCTopK, WarmUp
 from torch import nn
 from torch.optim import Optimizer
@@ -154,6 +154,7 @@ WAYS: dict[str, Way] = {
     "spardl int8-packed": _by("spardl", wire="int8-packed"),
     "spardl teams=2": Way(lambda run: fitting(run, "spardl", options={"teams": 2})),
     "spardl teams=2 int8-packed": Way(lambda run: fitting(run, "spardl", options={"teams": 2}, wire="int8-packed")),
+    "arc-topk": Way(lambda run: fitting(run, ARCTopK())),
     "largest of the sum": Way(lambda run: fitting(run, LargestOfTheSum())),
     "dgc": Way(_dgc, optimizers=("sgd",)),
     "torch DDP": _torch(),

@@ -1,6 +1,7 @@
 """Sparse allreduce for PyTorch: gTop-k and its relatives, as calls, with predictions and advice."""
 
 from sparse_collectives.algorithm import Algorithm, Reduction, Traffic, check_options
+from sparse_collectives.algorithms.arc_topk import ARCTopK
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.oktopk import OkTopk
 from sparse_collectives.algorithms.spardl import SparDL
@@ -18,6 +19,7 @@ __all__ = [
     "ALGORITHMS",
     "DENSE_WIRES",
     "WIRES",
+    "ARCTopK",
     "Algorithm",
     "Choice",
     "DenseReduction",

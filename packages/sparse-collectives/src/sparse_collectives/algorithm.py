@@ -172,6 +172,7 @@ class Algorithm(ABC):
 
     Attributes:
         name: Its name in facts, errors and checkpoints.
+        cuts: Whether each rank's vector is cut to k entries before `schedule`, which else gets it as it is.
         takes_wire: Whether `schedule` and `sent` heed `wire`; others are for "fp32" only.
         exact: Whether `sent` is what a call sends, not only its bound.
         selects: Whether entries of a gradient are selected before it is sent; always so in one's own.
@@ -180,6 +181,7 @@ class Algorithm(ABC):
     """
 
     name: ClassVar[str] = ""
+    cuts: ClassVar[bool] = True
     takes_wire: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     selects: ClassVar[bool] = True
@@ -224,7 +226,7 @@ class Algorithm(ABC):
         """The rounds of one call on one rank, a generator.
 
         Args:
-            sparse: Exactly min(k, n) entries, in memory of this call.
+            sparse: Exactly min(k, n) entries, or without `cuts` any number, in memory of this call.
             rank: This rank.
             size: P.
             k: The most entries that a rank contributes.
@@ -244,7 +246,7 @@ class Algorithm(ABC):
             TypeError: The algorithm's own `schedule` is no generator, or returns no `Reduction` of such vectors.
         """
         cut = None
-        if len(own) != min(k, own.numel):
+        if self.cuts and len(own) != min(k, own.numel):
             own, cut = merge(own, SparseVector.empty(own.numel, own.dtype, device=own.device), k)
         schedule = self.schedule(own, comm.rank, comm.size, k, **({} if state is None else {"state": state}))
         if not isinstance(schedule, Generator):
