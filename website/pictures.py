@@ -15,7 +15,7 @@ from communicators import Communicator, Link
 from data_parallel import DistributedOptimizer
 from local_sgd import ALGORITHMS as PERIODIC
 from partial_collectives import PartialAllreduce
-from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_array
+from sparse_collectives import ALGORITHMS, Algorithm, ARCTopK, SparDL, sparse_allreduce, sparse_allreduce_array
 from sparse_compress import topk
 
 from website.drawing import drawn, short
@@ -34,8 +34,9 @@ OVERLAPPED = ("easgd", "cocod", "overlap-local-sgd")
 def pictures() -> dict[str, Callable[[], str]]:
     """What draws each, by the name of its file."""
     return {
-        **{name: partial(sparse, name) for name in ALGORITHMS},
-        "spardl-teams": partial(sparse, "spardl", options={"teams": 2}),
+        **{name: partial(sparse, entry) for name, entry in ALGORITHMS.items()},
+        "spardl-teams": partial(sparse, SparDL(teams=2), ", two teams"),
+        "arc-topk": partial(sparse, ARCTopK()),
         **{name: partial(whole, name) for name in ("powersgd", "dense-int8")},
         **{name: partial(periodic, name) for name in PERIODIC},
         "muloco": partial(periodic, "diloco", "MuLoCo in 2 bits", compress="int2"),
@@ -52,22 +53,21 @@ def gradient(rank: int, numel: int = NUMEL) -> torch.Tensor:
     return ((index * 48_271 + (rank + 1) * 40_692_779) % 65_537 - 32_768).float()
 
 
-def sparse(name: str, options: dict[str, Any] | None = None) -> str:
-    """One call of a sparse allreduce."""
-    entry = ALGORITHMS[name]
+def sparse(entry: Algorithm, more: str = "") -> str:
+    """One call of a sparse allreduce. more: of its title."""
 
     def body(comm: Communicator, recording: Recording) -> None:
         if not entry.selects:
-            sparse_allreduce_array(gradient(comm.rank), comm, algorithm=name)
+            sparse_allreduce_array(gradient(comm.rank), comm, algorithm=entry)
             return
         state = entry.initial_state()
         for _ in range(2 if state else 1):  # the first call settles what is kept
             recording.from_here(comm)
-            chosen = topk(gradient(comm.rank), K)
-            sparse_allreduce(chosen, comm, k=K, algorithm=name, options=options, state=state)
+            chosen = topk(gradient(comm.rank), K if entry.cuts else NUMEL)
+            sparse_allreduce(chosen, comm, k=K, algorithm=entry, state=state)
 
     recording = record(body, link=LINK)
-    title = f"{name}{', two teams' if options else ''}: {RANKS} ranks, n = {NUMEL:,}"
+    title = f"{entry.name}{more}: {RANKS} ranks, n = {NUMEL:,}"
     title += f", k = {K:,}" if entry.selects else ""
     return drawn(recording, title, f"{NETWORK}: {sums(recording)}")
 

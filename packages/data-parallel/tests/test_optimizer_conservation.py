@@ -7,13 +7,14 @@ from data_parallel import DistributedOptimizer
 from devices import CPU, every_other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, WIRES
+from sparse_collectives import ALGORITHMS, WIRES, ARCTopK
 from sparse_compress import TopK
 from torch import nn
 
 pytestmark = pytest.mark.quick
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (1,), "d": (2, 3)}
+ENTRIES = {**ALGORITHMS, "arc-topk": ARCTopK(width=2)}
 
 
 def run(comm, *, steps, generator, missing=(), skipped=(), backwards=1, device=CPU, **options):
@@ -56,7 +57,7 @@ def check(size, seed=0, **options):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ENTRIES)
 @settings(max_examples=settings.default.max_examples // 2)
 @given(
     size=st.sampled_from([1, 2, 4, 8]),  # so that total / P is exact
@@ -70,8 +71,8 @@ def check(size, seed=0, **options):
     wire=st.sampled_from(list(WIRES)),
 )
 def test_nothing_is_lost(name, density, wire, **options):
-    wire = wire if ALGORITHMS[name].selects else "fp32"
-    check(algorithm=name, compressor=TopK(density), wire=wire, **options)
+    wire = wire if ENTRIES[name].takes_wire else "fp32"
+    check(algorithm=ENTRIES[name], compressor=TopK(density), wire=wire, **options)
 
 
 @pytest.mark.few(6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, reshard_residuals
-from sparse_collectives import ALGORITHMS, GTopK
+from sparse_collectives import ALGORITHMS, ARCTopK, GTopK
 from sparse_compress import RandomK, SparseVector
 from torch import nn
 
@@ -16,8 +16,8 @@ OFTEN = {"thresholds_every": 2, "boundaries_every": 3}
 
 
 @pytest.mark.parametrize("half", [1, 2, 3])
-def test_a_resumed_run_has_the_same_bits_wherever_the_counters_stand(half, train):
-    options = {"algorithm": "oktopk", "options": OFTEN}
+@pytest.mark.parametrize("options", [{"algorithm": "oktopk", "options": OFTEN}, {"algorithm": ARCTopK()}], ids=str)
+def test_a_resumed_run_has_the_same_bits_wherever_the_counters_stand(half, options, train):
     whole = SimulatedWorld(3).run(lambda c: train(c, range(6), **options))
     first = SimulatedWorld(3).run(lambda c: train(c, range(half), **options))
     rest = SimulatedWorld(3).run(lambda c: train(c, range(half, 6), saved=first[c.rank], **options))

@@ -8,7 +8,7 @@ from communicators import CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS
+from sparse_collectives import ALGORITHMS, ARCTopK
 from sparse_compress import WarmUp
 from torch import nn
 
@@ -19,7 +19,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1),
 }
-SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
+SPARSE = [*(name for name, entry in ALGORITHMS.items() if entry.selects), ARCTopK(width=2)]
 
 
 def made(comm, *, optimizer="adamw", zeros=False, **options):
@@ -42,7 +42,7 @@ def flat(tensors):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", SPARSE, ids=str)
 @given(
     size=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 99),

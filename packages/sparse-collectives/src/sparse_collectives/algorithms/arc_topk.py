@@ -30,6 +30,7 @@ class ARCTopK(Algorithm):
 
     Args:
         width: Elements of a row.
+        wire: The plain one; values travel as they are.
     """
 
     name = "arc-topk"
