@@ -104,3 +104,15 @@ def test_a_pipe_that_nobody_reads_any_more_is_an_error_that_says_so(monkeypatch:
     progress = TrainingProgress("dense", epochs=1, steps_per_epoch=1, quiet=False)
     with pytest.raises(BrokenPipeError, match=r"nobody reads it any more: 'standard output'"):
         progress.note("dense")
+
+
+@pytest.mark.parametrize("kept", [None, {"vocabulary": "abc"}])
+def test_a_run_that_was_killed_before_it_had_its_settings_begins_anew(
+    tmp_path: Path, kept: dict[str, str] | None
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.begin({"seed": 0}, kept={"vocabulary": "a"}, overwrite=False)
+    folder.config.unlink()  # it is written last
+    folder.begin({"seed": 1}, kept=kept, overwrite=False)
+    folder.require_kept(kept)
+    assert folder.recorded() == {"seed": 1}

@@ -244,6 +244,8 @@ def test_a_longer_run_at_a_constant_rate_goes_on_where_it_ended(
     train(app, long, 2)
     short = replace(long, max_epochs=1, output=tmp_path / "short")
     train(app, short, 2)
+    with pytest.raises(AgreedError, match=r"\(--lr-schedule constant then, cosine now\): give the same flags again$"):
+        train(app, replace(short, max_epochs=3, lr_schedule="cosine", resume="latest"), 2)
     train(app, replace(short, max_epochs=3, resume="latest"), 2)
     assert_same_bits(result(short), result(long))
 

@@ -1,8 +1,10 @@
 """What the loop offers to any way of synchronising, shown with one that averages periodically in the background."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,18 @@ import pytest
 import torch
 from communicators import Communicator, SimulatedWorld, Work, allreduce, allreduce_async
 from resumed_runs import assert_same_bits, killed_after, result, train
+from sparse_collectives import ARCTopK
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.command_line.flag import Flag
+from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import AgreedError
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.synchroniser import Rates, State, Synchroniser, averaged_buffers
-from thinwire_trainer.synchronisers.table import Synchronisation
+from thinwire_trainer.synchronisers.synchronous import sparse
+from thinwire_trainer.synchronisers.table import SPARSE, Synchronisation
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -239,3 +244,26 @@ def test_it_is_closed_also_after_an_error(app: App, periodic: Callable[..., Opti
     with pytest.raises(ZeroDivisionError, match="ours"):
         SimulatedWorld(1).run(lambda comm: run(replace(app, build=build), periodic(), comm))
     assert [made.closed for made in Periodic.made] == [True]
+
+
+def test_a_sparse_allreduce_without_a_name_resumes_with_the_same_bits(app: App, tmp_path: Path) -> None:
+    app = replace(app, synchronisations={"arc": replace(SPARSE, make=partial(sparse, algorithm=ARCTopK(width=4)))})
+    flags = [
+        "--algorithm",
+        "arc",
+        "--density",
+        "0.2",
+        "--batch-size",
+        "4",
+        "--max-epochs",
+        "2",
+        "--checkpoint-every",
+        "1",
+        "--output",
+    ]
+    straight, broken = (parse([*flags, str(tmp_path / name)], app, world_size=None) for name in ("straight", "broken"))
+    train(app, straight, 3)
+    assert killed_after(9, app, broken, 3)
+    train(app, replace(broken, resume="latest"), 3)
+    assert_same_bits(result(broken), result(straight))
+    assert json.loads((straight.output / "config.json").read_text())["algorithm"] == "arc"

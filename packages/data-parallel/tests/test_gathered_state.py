@@ -129,6 +129,12 @@ def test_one_rank_alone_is_no_list_for_resharding():
         reshard_residuals(saved_at(1, 1, {})[0][0]["distributed"]["ranks"][0], 2)
 
 
+@pytest.mark.parametrize("states", [[{"distributed": {"rank": 0, "world_size": 1, "algorithm": "LocalSGD"}}], [{}]])
+def test_states_of_other_optimizers_are_not_resharded(states):
+    with pytest.raises(ValueError, match=r"states that lack \[.*'algorithm_state'\] given, expected those of a Distri"):
+        reshard_residuals(states, 2)
+
+
 @given(size=st.integers(1, 5), numels=st.lists(st.integers(0, 40), min_size=5, max_size=5))
 def test_chunks_of_any_size_arrive_whole(size, numels):
     def rank(comm):

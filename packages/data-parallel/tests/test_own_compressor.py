@@ -93,6 +93,11 @@ def hiding(self, accumulated, rank, size):
     return DenseReduction(total, torch.zeros_like(accumulated))
 
 
+def hiding_nan(self, accumulated, rank, size):
+    total = yield from schedules.allreduce(accumulated, rank, size)
+    return DenseReduction(torch.where(total.isnan(), 0.0, total), torch.zeros_like(accumulated))
+
+
 def losing(self, accumulated, rank, size):
     total = yield from schedules.allreduce(accumulated.round(), rank, size)
     return DenseReduction(total, torch.zeros_like(accumulated))
@@ -125,7 +130,8 @@ def forgetful(self, accumulated, rank, size):
 @pytest.mark.parametrize(
     ("methods", "says"),
     [
-        ({"schedule": hiding}, "an inf of rank 0 does not show"),
+        ({"schedule": hiding}, "an inf or a NaN of rank 0 does not show"),
+        ({"schedule": hiding_nan}, "an inf or a NaN of rank 0 does not show"),
         ({"schedule": losing}, "conservation: .* of 1"),
         ({"schedule": finely}, "conservation: .* of 1"),
         ({"schedule": parting}, "agreement: .* on rank 1 of 2"),
@@ -142,8 +148,12 @@ def test_laws_that_do_not_hold(methods, says):
 
 
 def test_laws_of_a_compressor_in_place_of_what_makes_it():
-    with pytest.raises(TypeError, match=r"make is Rounded\(per_unit=1\), expected a function"):
-        check_dense_laws(ROUNDED)
+    for other, given in ((ROUNDED, r"Rounded\(per_unit=1\)"), (None, "None")):
+        with pytest.raises(TypeError, match=f"make is {given}, expected a function"):
+            check_dense_laws(other)
+    for nothing in ((), 2):
+        with pytest.raises(ValueError, match="checks nothing"):
+            check_dense_laws(Rounded, sizes=nothing)
 
 
 def returning(**parts):

@@ -167,6 +167,13 @@ class Count(Scalar):
     state = 3
 
 
+class AtLeastOne(TopK):
+    """Says that it sends one of no elements."""
+
+    def entries(self, numel):
+        return max(1, super().entries(numel))
+
+
 class Seldom(TopK):
     """Counts calls, which its state lacks, and sends more in every fourth one."""
 
@@ -186,6 +193,7 @@ class Seldom(TopK):
         (Doubling(0.1), "values are not"),
         (Blind(0.1), "sends no NaN"),
         (Lavish(0.1), "at most 1"),
+        (AtLeastOne(0.1), "of 0 elements: entries.. says 1, expected no more than there are"),
         (Shifted(0.1), "values are not"),
         (Clearing(0.1), "was changed"),
         (Mute(0.1), "sends nothing"),

@@ -1,6 +1,7 @@
 """--model MODULE:FACTORY: what is measured of it, and what is said of the user's own errors."""
 
 import json
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -94,7 +95,8 @@ def test_errors_of_a_factory_are_one_line_with_its_place(capsys, tmp_path, monke
 )
 def test_errors_of_importing_a_factory(capsys, tmp_path, monkeypatch, source, said):
     (tmp_path / "broken.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path[:])
+    monkeypatch.chdir(tmp_path)  # where the installed script finds it, too
     assert main(["--model", "broken:made", "--link", "1gbit"]) == 2
     assert f"importing broken raised {said.replace('FILE', str(tmp_path / 'broken.py'))}" in capsys.readouterr().err
 

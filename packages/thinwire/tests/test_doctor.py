@@ -20,7 +20,7 @@ from thinwire.doctor.facts import PACKAGES, Launched, gloo_listens, interfaces, 
 from thinwire.doctor.installation import about_kernels, about_mpi, about_packages, about_slow_link, about_torch
 from thinwire.doctor.meeting import by_torch, to_everybody
 from thinwire.doctor.probe import FAULT, NOTE, OK, Finding, Probe, probe
-from thinwire.doctor.ranks import LATE, about_ranks, numbers, outcome
+from thinwire.doctor.ranks import LATE, about_one_rank, about_ranks, numbers, outcome
 
 pytestmark = pytest.mark.quick
 
@@ -193,6 +193,13 @@ def test_slow_link(tried, level, words):
 )
 def test_launched(environ, expected):
     assert launched(environ) == expected
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_variable_of_a_launch_that_is_no_number(name):
+    assert about_one_rank({}).level == about_one_rank({"WORLD_SIZE": "2"}).level == NOTE
+    found = about_one_rank({"RANK": "0", "WORLD_SIZE": "2", name: "x"})
+    assert (found.level, found.what) == (FAULT, f"{name} is 'x', expected a number")
 
 
 @pytest.mark.parametrize(

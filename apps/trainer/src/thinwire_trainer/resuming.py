@@ -106,7 +106,7 @@ def _require_settings(then: Settings, options: Options) -> None:
         listed = "; ".join(
             f"--{name.replace('_', '-')} {then!s:.40} then, {now} now" for name, (then, now) in changed.items()
         )
-        longer = then.get("max_epochs") != options.settings().get("max_epochs")
+        longer = then.get("max_epochs", options.max_epochs) != options.max_epochs
         again = "give the same flags again" + LONGER * longer
         raise RunError(f"the run to resume has other settings ({listed}): {again}")
 

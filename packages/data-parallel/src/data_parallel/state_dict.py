@@ -31,6 +31,8 @@ CARRY = (
     "each rank its own of the result"
 )
 
+OWNERS, NEEDS = "a DistributedOptimizer, a SparseHookState or an HsdpState", ("algorithm", "algorithm_state")
+
 Shapes = Mapping[str, torch.Size]
 
 
@@ -41,8 +43,8 @@ def own_state(state: Mapping[str, Any], comm: Communicator) -> tuple[Mapping[str
         state,
         comm.rank,
         comm.size,
-        of="a DistributedOptimizer, a SparseHookState or an HsdpState",
-        needs=("algorithm", "algorithm_state"),
+        of=OWNERS,
+        needs=NEEDS,
         advice=CARRY,
         one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
     )
@@ -149,7 +151,7 @@ def reshard_residuals(
 
     Raises:
         TypeError: It is one rank's state.
-        ValueError: States are missing, or of several runs.
+        ValueError: States are missing, of several runs, or of another kind of optimizer.
     """
     states = states_of_ranks(states) or states
     if isinstance(states, Mapping):
@@ -159,7 +161,12 @@ def reshard_residuals(
             "a gathered state of sparse_hsdp given: its residuals belong to places inside a node, so take one place's, "
             "reshard_residuals(state['distributed']['ranks'][place], nodes)[node]"
         )
-    owns = [_whole(state[STATE_KEY]) for state in states]
+    owns = [_whole(state.get(STATE_KEY, {})) for state in states]
+    if lacking := [key for key in NEEDS if any(key not in own for own in owns)]:
+        raise ValueError(
+            f"states that lack {lacking} given, expected those of {OWNERS}: those of averaging optimizers and of "
+            "EagerSGD are loaded on another number of ranks as their own load_state_dict says"
+        )
     places = [(own["rank"], own["world_size"]) for own in owns]
     if size < 1 or not owns or places != [(rank, len(states)) for rank in range(len(states))]:
         raise ValueError(

@@ -6,7 +6,7 @@
 trains with it in simulated worlds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ def check_dense_laws(
     """Asserts the laws of training by a dense compressor, in simulated worlds.
 
     Agreement: parameters have the same bits on every rank. Conservation: Σ gradients = P · Σ means + Σ residuals. A
-    rank's inf shows in the total, and a step that is skipped for it leaves no trace. A run resumed from a file has the
-    same bits.
+    rank's inf or NaN shows in the total, and a step that is skipped for it leaves no trace. A run resumed from a file
+    has the same bits.
 
     Args:
         make: Makes the compressor, anew for each rank and run.
@@ -43,10 +43,13 @@ def check_dense_laws(
     Raises:
         AssertionError: A law does not hold; says which, where.
         CollectiveError: The compressor returns another type, shape or dtype, or writes to its input.
-        TypeError: `make` is a compressor.
+        TypeError: `make` is a compressor, or no function.
+        ValueError: There is nothing to check.
     """
-    if isinstance(make, DenseCompressor):
+    if isinstance(make, DenseCompressor) or not callable(make):
         raise TypeError(f"make is {make!r}, expected a function that makes a new one: lambda: Mine()")
+    if not isinstance(sizes, Collection) or not sizes:
+        raise ValueError(f"sizes={sizes!r} checks nothing: expected numbers of ranks, as (1, 2, 4)")
     compressor = make()
     state, again = compressor.initial_state(52), compressor.initial_state(52)
     assert state is None or state is not again, f"initial_state() returns the same {state!r} twice, expected a new dict"
@@ -58,21 +61,21 @@ def check_dense_laws(
 
             return SimulatedWorld(size).run(train)
 
-        whole, resumed, skipping = run(0, 1, 2), run(1, 2, saved=run(0)), run(0, BAD, 1, 2)
+        whole, resumed, skipping = run(0, 1, 2), run(1, 2, saved=run(0)), run(0, *BAD, 1, 2)
         given, kept = (sum(result[i] for result in whole) for i in (0, 2))
         for rank, (one, again, other) in enumerate(zip(whole, resumed, skipping, strict=True)):
             lost, where = (given - one[1] - kept).abs(), f"on rank {rank} of {size}"
             assert torch.equal(one[1], whole[0][1]), f"agreement: other parameters {where} than on rank 0"
             assert lost.max() <= atol, f"conservation: element {lost.argmax()} is off by {lost.max()} {where}"
             assert all(map(torch.equal, one[1:3], again[1:3])), f"a resumed run has other bits {where}"
-            assert other[3]["optimizer"]["distributed"]["skipped"] == 1, (
-                f"an inf of rank {size - 1} does not show {where}"
+            assert other[3]["optimizer"]["distributed"]["skipped"] == len(BAD), (
+                f"an inf or a NaN of rank {size - 1} does not show {where}"
             )
             assert all(map(torch.equal, one[1:3], other[1:3])), f"a skipped step leaves a trace {where}"
 
 
-BAD = 9
-"""Step in which the last rank's gradient is not finite."""
+BAD = {8: torch.inf, 9: torch.nan}
+"""Steps in which an element of the last rank's gradient is not finite, and what it is."""
 
 
 def _train(comm: Communicator, steps: Sequence[int], saved: Any, dtype: torch.dtype, **settings: Any) -> Any:
@@ -88,8 +91,8 @@ def _train(comm: Communicator, steps: Sequence[int], saved: Any, dtype: torch.dt
     for step in steps:
         whole = torch.randint(-99, 100, (52,), generator=torch.Generator().manual_seed(10 * step + comm.rank))
         gradient = whole / units
-        given += gradient * (step != BAD)
-        gradient[50] += torch.inf if step == BAD and comm.rank == comm.size - 1 else 0
+        given += gradient * (step not in BAD)
+        gradient[50] += BAD.get(step, 0) if comm.rank == comm.size - 1 else 0
         optimizer.zero_grad()
         torch.autograd.backward(nn.utils.parameters_to_vector(model.values()), gradient.to(dtype))
         optimizer.step()

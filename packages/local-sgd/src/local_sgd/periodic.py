@@ -289,10 +289,11 @@ class PeriodicAveraging(Wrapping):
 
         Load the model's parameters from this rank's own model, after the optimizer was made and before its first step,
         which checks them. A state taken after `drain` or `finish` is alike on all ranks, but for the wrapped
-        optimizer's part: any rank's may be loaded on every rank, of any number of ranks. Settings such as `sync_every`
-        and `buffers` are this optimizer's own: a state goes on under others, too. Those of the wrapped and of an outer
-        optimizer, such as rates, are the state's, as torch loads them. The next boundary checks that all ranks have
-        loaded states of the same boundary, and raises a CollectiveError otherwise.
+        optimizer's part and residuals of `compress`: any rank's may be loaded on every rank, of any number of ranks,
+        and residuals begin at zero on another rank. Settings such as `sync_every` and `buffers` are this optimizer's
+        own: a state goes on under others, too. Those of the wrapped and of an outer optimizer, such as rates, are the
+        state's, as torch loads them. The next boundary checks that all ranks have loaded states of the same boundary,
+        and raises a CollectiveError otherwise.
 
         Args:
             state_dict: Result of `state_dict` on this rank, or of `gathered_state_dict` on rank 0.

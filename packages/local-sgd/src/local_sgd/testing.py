@@ -31,9 +31,9 @@ def check_rule_laws(make: Callable[..., PeriodicAveraging], *, ranks: int = 3) -
 
     Raises:
         AssertionError: Names the law that does not hold.
-        TypeError: `make` is a rule, or the class of one.
+        TypeError: `make` is a rule, the class of one, or no function.
     """
-    if issubclass(make if isinstance(make, type) else type(make), Rule):
+    if issubclass(make if isinstance(make, type) else type(make), Rule) or not callable(make):
         raise TypeError(
             f"make is {make!r}, expected a function that makes an optimizer with a new one: "
             "lambda inner, **settings: PeriodicAveraging(inner, Mine(), **settings)"

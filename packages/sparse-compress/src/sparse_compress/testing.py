@@ -53,7 +53,8 @@ def _check_sent(compressor: Compressor, x: Tensor) -> None:
     assert torch.equal(x, before), f"{whose}: the tensor was changed"
     fits = isinstance(sparse, SparseVector) and (sparse.numel, sparse.dtype) == (x.numel(), x.dtype)
     assert fits, f"{whose}: returns {sparse}, expected a SparseVector of its numel and {x.dtype}"
-    assert len(sparse) <= most <= x.numel(), f"{whose}: sends {len(sparse)}, but entries() says at most {most}"
+    assert most <= x.numel(), f"{whose}: entries() says {most}, expected no more than there are"
+    assert len(sparse) <= most, f"{whose}: sends {len(sparse)}, but entries() says at most {most}"
     assert len(sparse) or not x.any(), f"{whose}: sends nothing, though not all are zero"
     assert torch.equal(sparse.indices, torch.unique(sparse.indices)), f"{whose}: {sparse.indices} do not increase"
     left, all_of_it = (x.double() - sparse.to_dense().double()).norm(), x.double().norm()

@@ -127,9 +127,11 @@ class Options:
     def changed(self, then: Settings) -> dict[str, tuple[object, object]]:
         """Compare with the settings of a run: name -> (then, now) where these differ.
 
-        then: a run's settings. A flag that there was not yet had its default; one that there is no more has no effect.
+        then: a run's settings. A flag that there was not yet had its default, but for the length, which not all
+            schedules depend on; one that there is no more has no effect.
         """
         before: dict[str, Any] = {flag.name: flag.default for flag in self.declared} | {"elastic": False}
+        before["max_epochs"] = self.max_epochs
         was = {name: then.get(name, before.get(name)) for name in self.settings()}
         return {name: (was[name], now) for name, now in self.settings().items() if was[name] != now}
 

@@ -31,7 +31,7 @@ class RunFolder:
 
     def __init__(self, path: Path, keep: int = KEEP) -> None:
         self.path = path
-        self.config = path / "config.json"  # written first: a folder that has it holds a run
+        self.config = path / "config.json"  # written before all but task.json: a folder that has it holds a run
         self.task = path / "task.json"
         self.model = path / "model.pt"  # written when training has ended
         self.trace = path / "trace.json"
@@ -94,7 +94,9 @@ class RunFolder:
         else:
             self._require_empty()
         try:
-            if kept is not None:
+            if kept is None:
+                self.task.unlink(missing_ok=True)
+            else:
                 write_aside(self.task, sealed(kept))
             write_aside(self.config, json.dumps(config, indent=1) + "\n")
         except OSError:
@@ -102,8 +104,9 @@ class RunFolder:
             raise
 
     def holds_run(self) -> bool:
-        """Whether the folder holds (parts of) a run."""
-        return any(os.path.lexists(path) for path in (self.checkpoints.path, *self._files))
+        """Whether the folder holds (parts of) a run: more than task.json, which is all that one killed at once has."""
+        parts = {self.checkpoints.path, *self._files} - {self.task}
+        return any(map(os.path.lexists, parts))
 
     def _require_empty(self) -> None:
         if self.holds_run():

@@ -16,6 +16,7 @@ from typing import Any
 from communicators import Communicator
 from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
 from replicas import STATE_KEY as KEY
+from sparse_collectives import Algorithm
 from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK, WarmUp
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -156,9 +157,12 @@ def whole(options: Options, model: nn.Module, comm: Communicator, rates: Rates) 
     return _made(options, model, comm, rates, inner_optimizer(options, model), takes=("rank", "dense_steps"))
 
 
-def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
+def sparse(
+    options: Options, model: nn.Module, comm: Communicator, rates: Rates, *, algorithm: Algorithm | None = None
+) -> SynchronousSGD:
     """The largest entries, the rest fed back into the next step.
 
+    algorithm: one that is given by itself; None: that of the flag's name.
     Weight decay stays out of the exchange and is therefore not amplified by the momentum, which in dense SGD makes
     it 1/(1 − m) times as strong: that factor is put back here. AdamW's own updates are exchanged, decay and all.
     """
@@ -170,6 +174,7 @@ def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates)
         comm,
         rates,
         adamw(options, model) if updates else SGD(model.parameters(), lr=options.lr, weight_decay=decay),
+        algorithm=algorithm,
         updates=updates,
         takes=("teams",),
         compressor=SELECTIONS[options.own.get("select", "topk")](options),
@@ -186,6 +191,7 @@ def _made(
     rates: Rates,
     inner: Optimizer,
     *,
+    algorithm: Algorithm | None = None,
     takes: Sequence[str] = (),
     updates: bool = False,
     **settings: Any,
@@ -197,7 +203,7 @@ def _made(
         inner,
         model.named_parameters(),
         comm=comm,
-        algorithm=options.algorithm,
+        algorithm=algorithm or options.algorithm,
         options={name: options.own[name] for name in takes if name in options.own},
         nonfinite=options.own["nonfinite"],
         verify=options.own["verify"],

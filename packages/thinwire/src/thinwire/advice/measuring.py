@@ -261,6 +261,8 @@ def shapeless(model: torch.nn.Module) -> str:
 def _made(name: str, device: torch.device) -> tuple[torch.nn.Module, Loss]:
     """Calls FACTORY(), and checks its result."""
     module, _, factory = name.partition(":")
+    if os.getcwd() not in sys.path:  # of the installed script, not of `python -m`
+        sys.path.insert(0, os.getcwd())
     with _users(name, f"importing {module}"):
         imported = importlib.import_module(module)
     if not callable(make := getattr(imported, factory, None)):

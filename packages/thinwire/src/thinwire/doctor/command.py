@@ -27,8 +27,8 @@ import torch.distributed as dist
 from thinwire.advice.command import quantity
 from thinwire.doctor.facts import Launched, launched, versions
 from thinwire.doctor.installation import about_kernels, about_mpi, about_packages, about_slow_link, about_torch
-from thinwire.doctor.probe import FAULT, Finding, Probe, note, probe
-from thinwire.doctor.ranks import about_ranks, outcome
+from thinwire.doctor.probe import FAULT, Finding, Probe, probe
+from thinwire.doctor.ranks import about_one_rank, about_ranks, outcome
 
 PATIENCE = 0.8
 """Share of the time limit for which ranks wait for each other, so that each can still say whom it has missed."""
@@ -62,7 +62,7 @@ def examined(here: Launched | None, environ: Mapping[str, str], seconds: float) 
         yield from about_ranks(here, meet(environ, seconds), environ)
     yield from installed(environ, seconds)
     if not here:
-        yield note("one rank, so no network was tried", "torchrun --nproc-per-node 2 -m thinwire doctor")
+        yield about_one_rank(environ)
 
 
 def installed(environ: Mapping[str, str], seconds: float) -> Iterator[Finding]:

@@ -8,8 +8,8 @@ from typing import Any
 from communicators import Link
 
 from thinwire.advice.report import speed
-from thinwire.doctor.facts import LOOPBACK, Facts, Launched
-from thinwire.doctor.probe import FAULT, Finding, Probe, fault, ok
+from thinwire.doctor.facts import LOOPBACK, VARIABLES, Facts, Launched
+from thinwire.doctor.probe import FAULT, Finding, Probe, fault, note, ok
 
 LATE = "its time was over before it had started"
 OTHER_MPI = "start them by that MPI's own mpiexec, or with srun by the --mpi= that it speaks"
@@ -51,6 +51,15 @@ def about_ranks(here: Launched, met: Mapping[str, Any], environ: Mapping[str, st
         remedy = "give a slow network more time by --timeout; look into the docs, Debugging a hang, if a rank has died"
         findings.append(fault(f"ranks exchange, but do not come to an end ({error})", remedy))
     return findings
+
+
+def about_one_rank(environ: Mapping[str, str]) -> Finding:
+    """Finding on a process that is no rank of several, by its launcher's variables or because one is no number."""
+    given = ((name, environ.get(name, "")) for pair in VARIABLES for name in pair)
+    for name, value in given:
+        if value and not value.isdigit():
+            return fault(f"{name} is {value!r}, expected a number", "start ranks by torchrun, or set it")
+    return note("one rank, so no network was tried", "torchrun --nproc-per-node 2 -m thinwire doctor")
 
 
 def apart(here: Launched, error: str, environ: Mapping[str, str]) -> Finding:
