@@ -1,11 +1,13 @@
 """Ranks with fewer steps than others, under torch's `Join`: who has no more inputs takes part with no gradients."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from communicators import allreduce, broadcast, buckets_of
-from replicas import default_group
+from replicas import broadcast_state, default_group
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
@@ -31,7 +33,8 @@ class Shadow(JoinHook):
     """Steps along while others have inputs: means stay over all ranks, and this one's residuals are sent as ever.
 
     At the end all ranks get the parameters, and the wrapped optimizer's state, of one that joined last: its learning
-    rate was scheduled to the end.
+    rate was scheduled to the end. State goes by parameter: an `UpdateOptimizer` has none of those that this one's
+    inputs never used, such as other ranks' experts, on any rank then. A rank may have no input at all.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -50,19 +53,33 @@ class Shadow(JoinHook):
         self._optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Takes over the last joiner's parameters and state, once all ranks have joined."""
-        self._tells = False
-        comm, inner = self._optimizer.comm, self._optimizer.optimizer
+        """Takes over the last joiner's parameters, state and groups' settings, once all ranks have joined."""
+        optimizer, comm = self._optimizer, self._optimizer.comm
         last = torch.zeros(comm.size, device="cpu")
         last[comm.rank] = float(is_last_joiner)
         source = int(allreduce(last, comm).nonzero()[0])
-        tensors = _tensors_of(inner)
-        for bucket in buckets_of(tensors):
-            bucket.scatter(broadcast(bucket.gather(tensors), comm, root=source), tensors)
+        parameters = [p.detach() for p in optimizer.trained.values()]
+        for bucket in buckets_of(parameters):
+            bucket.scatter(broadcast(bucket.gather(parameters), comm, root=source), parameters)
+        inner, named = optimizer.optimizer, optimizer.named
+        held = broadcast_state(partial(_held, inner, named), comm, root=source, device=optimizer.join_device)
+        _take_over(inner, named, held)
 
 
-def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
-    """Parameters and state, in one order on all ranks; all have taken the same number of steps."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kept = [optimizer.state[p][name] for p in parameters if p in optimizer.state for name in sorted(optimizer.state[p])]
-    return [p.detach() for p in parameters] + [t for t in kept if isinstance(t, Tensor) and t.is_floating_point()]
+def _held(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Any]:
+    """State by the parameter's name, which ranks share, and the groups' settings."""
+    state = {name: optimizer.state[p] for name, p in named.items() if optimizer.state.get(p)}
+    return {"state": state}
+
+
+def _take_over(optimizer: Optimizer, named: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
+    """Replaces the state by what another rank's optimizer has held: none where that had none."""
+    for name, p in named.items():
+        optimizer.state.pop(p, None)
+        if name in held["state"]:
+            optimizer.state[p] = {key: _beside(p, value) for key, value in held["state"][name].items()}
+
+
+def _beside(p: Tensor, value: Any) -> Any:
+    """The value on the parameter's device, unless it is kept on the CPU."""
+    return value.to(p.device) if isinstance(value, Tensor) and value.device.type != "cpu" else value
