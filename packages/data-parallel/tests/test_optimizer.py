@@ -5,13 +5,14 @@ import sys
 
 import pytest
 import torch
-from communicators import Alone, SimulatedWorld
+from communicators import Alone, CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer
 from data_parallel.uneven import Shadow
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_compress import TopK, topk
 from torch import nn
+from torch.distributed.algorithms.join import _JoinConfig
 
 pytestmark = pytest.mark.quick
 
@@ -454,6 +455,29 @@ def test_who_joins_last_gives_all_its_parameters_and_state():
 
     kept = {"count": 1, "mask": torch.tensor([1]), "mean": torch.tensor([1.5]), "unset": None}
     assert SimulatedWorld(3).run(body) == [([1.0] * 3, True, kept)] * 3
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_ranks_at_other_rates_are_an_error_where_no_rank_finishes_before_others(ends):
+    """After torch's `Join`, which ends with the last one's numbers everywhere, or in one that raises at once."""
+
+    def body(comm):
+        model = Weights(3)
+        optimizer = sgd(model, comm, algorithm="dense")
+        group = optimizer.param_groups[0]
+        group.update(lr=0.5 ** (1 + comm.rank), betas=(0.1 * comm.rank, 0.9), note=object())
+        optimizer.shadow = Shadow(optimizer)  # as `Join` asks for it
+        optimizer._join_config = _JoinConfig(True, throw_on_early_termination=not ends, is_first_joinable=False)
+        if ends:
+            optimizer.shadow.post_hook(is_last_joiner=comm.rank == 1)
+            assert (group["lr"], group["betas"]) == (0.25, (0.1, 0.9))
+            optimizer.step()
+            group["lr"] *= 1 + comm.rank
+        for _ in range(100):
+            optimizer.step()
+
+    with pytest.raises(CollectiveError, match=r"parameter groups of lr 0\.\d+"):
+        SimulatedWorld(2).run(body)
 
 
 @pytest.mark.parametrize("steps", [(3, 4), (0, 2), (2, 0), (3, 3)])
