@@ -80,7 +80,8 @@ def _held(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Any]:
     """State by the parameter's name, which ranks share, and the groups' settings."""
     state = {name: optimizer.state[p] for name, p in named.items() if optimizer.state.get(p)}
     groups = [
-        {key: _plain(value) for key, value in group.items() if _is_numeric(value)} for group in optimizer.param_groups
+        {key: _plain(value) for key, value in group.items() if key != "params" and _is_numeric(value)}
+        for group in optimizer.param_groups
     ]
     return {"state": state, "groups": groups}
 
