@@ -89,6 +89,21 @@ def the_last_ones_schedule_counts():
     assert agreed(inner.state[p]["momentum_buffer"] for p in model.parameters())
 
 
+def a_rank_may_have_no_input_and_others_other_experts():
+    experts = torch.nn.ModuleList(torch.nn.Linear(4, 1, bias=False) for _ in range(dist.get_world_size()))
+    inner, rank = torch.optim.Adam(experts.parameters()), dist.get_rank()
+    optimizer = UpdateOptimizer(inner, experts.named_parameters(), algorithm="gtopk", density=1.0)
+    with Join([optimizer]):
+        for _ in range(2 * rank):
+            optimizer.zero_grad()
+            with optimizer.ahead():
+                experts[rank](torch.ones(4)).sum().backward()
+            optimizer.step()
+    last = dist.get_world_size() - 1
+    assert list(inner.state_dict()["state"]) == [last]
+    assert agreed([*experts.parameters(), *inner.state[experts[last].weight].values()])
+
+
 def what_join_cannot_do_is_refused():
     _, _, optimizer = made(comm=as_communicator(dist.new_group()))
     with pytest.raises(TypeError, match="give the optimizer the process group itself"):
@@ -117,6 +132,7 @@ LAWS = [
     an_optimizer_joins,
     who_has_finished_is_not_told_how_to_make_gradients,
     the_last_ones_schedule_counts,
+    a_rank_may_have_no_input_and_others_other_experts,
     what_join_cannot_do_is_refused,
     ddps_own_join,
 ]

@@ -1,16 +1,18 @@
 """DistributedOptimizer: what a training loop does with it."""
 
+import copy
 import sys
 
 import pytest
 import torch
-from communicators import Alone, SimulatedWorld
+from communicators import Alone, CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer
 from data_parallel.uneven import Shadow
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_compress import TopK, topk
 from torch import nn
+from torch.distributed.algorithms.join import _JoinConfig
 
 pytestmark = pytest.mark.quick
 
@@ -438,18 +440,72 @@ def test_what_depends_on_the_shape_alone_is_prepared_once():
     assert "ErrorFeedback.suspects" not in entered  # which reads the flags of all buckets
 
 
-def test_who_joins_last_gives_all_its_parameters_and_means_and_no_counts():
-    """As torch's `Join` ends. What else an optimizer keeps, numbers, masks or None, stays each rank's."""
+def test_who_joins_last_gives_all_its_parameters_and_state():
+    """As torch's `Join` ends. Numbers, masks and None, too, by parameter: none of those that it has no state of."""
 
     def body(comm):
-        model = Weights(3)
+        model = Weights(3, 2)
         optimizer = sgd(model, comm)
         with torch.no_grad():
             model.a.fill_(comm.rank)
         own = {"count": comm.rank, "mask": torch.tensor([comm.rank]), "mean": torch.tensor([0.5 + comm.rank])}
-        optimizer.state[model.a] = {**own, "unset": None}
+        optimizer.state[model.a if comm.rank else model.b] = {**own, "unset": None}
         Shadow(optimizer).post_hook(is_last_joiner=comm.rank == 1)
-        kept = optimizer.state[model.a]
-        return model.a.tolist(), kept["mean"].item(), kept["count"], kept["mask"].item(), kept["unset"]
+        return model.a.tolist(), model.b not in optimizer.state, dict(optimizer.state[model.a])
 
-    assert SimulatedWorld(3).run(body) == [([1.0] * 3, 1.5, rank, rank, None) for rank in range(3)]
+    kept = {"count": 1, "mask": torch.tensor([1]), "mean": torch.tensor([1.5]), "unset": None}
+    assert SimulatedWorld(3).run(body) == [([1.0] * 3, True, kept)] * 3
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_ranks_at_other_rates_are_an_error_where_no_rank_finishes_before_others(ends):
+    """After torch's `Join`, which ends with the last one's numbers everywhere, or in one that raises at once."""
+
+    def body(comm):
+        model = Weights(3)
+        optimizer = sgd(model, comm, algorithm="dense")
+        group = optimizer.param_groups[0]
+        group.update(lr=0.5 ** (1 + comm.rank), betas=(0.1 * comm.rank, 0.9), note=object())
+        optimizer.shadow = Shadow(optimizer)  # as `Join` asks for it
+        optimizer._join_config = _JoinConfig(True, throw_on_early_termination=not ends, is_first_joinable=False)
+        if ends:
+            optimizer.shadow.post_hook(is_last_joiner=comm.rank == 1)
+            assert (group["lr"], group["betas"]) == (0.25, (0.1, 0.9))
+            optimizer.step()
+            group["lr"] *= 1 + comm.rank
+        for _ in range(100):
+            optimizer.step()
+
+    with pytest.raises(CollectiveError, match=r"parameter groups of lr 0\.\d+"):
+        SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize("steps", [(3, 4), (0, 2), (2, 0), (3, 3)])
+def test_moments_of_parameters_that_a_rank_alone_uses_stay_by_parameter(steps):
+    """Under torch's `Join`, also where a rank has no input at all."""
+
+    def body(comm):
+        model = Weights(3, 3)
+        inner = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer = UpdateOptimizer(inner, model.named_parameters(), comm=comm, density=1.0)
+        shadow, last = Shadow(optimizer), steps[comm.rank] == max(steps)
+        for step in range(max(steps)):
+            if step < steps[comm.rank]:
+                optimizer.zero_grad()
+                model.backward(**{"ab"[comm.rank]: [1.0, 2.0, 3.0 + comm.rank]})
+                optimizer.step()
+            else:
+                shadow.main_hook()
+        own = copy.deepcopy(inner.state_dict()["state"])
+        shadow.post_hook(is_last_joiner=last)
+        ends = copy.deepcopy(inner.state_dict()["state"])
+        optimizer.zero_grad()
+        model.backward(a=1.0, b=1.0)
+        optimizer.step()
+        return own, ends, parameters(model)
+
+    told = SimulatedWorld(2).run(body)
+    source = steps.index(max(steps))
+    assert list(told[source][0]) == [source]
+    assert str(told[0][1]) == str(told[1][1]) == str(told[source][0])
+    assert same(told[0][2], told[1][2])

@@ -8,7 +8,16 @@ import pytest
 import torch
 from communicators import SimulatedWorld
 from partial_collectives import EagerSGD
-from replicas import check_like, check_loaded, foreseen_state, is_dense, load_into, saved_optimizer, wholly
+from replicas import (
+    broadcast_state,
+    check_like,
+    check_loaded,
+    foreseen_state,
+    is_dense,
+    load_into,
+    saved_optimizer,
+    wholly,
+)
 from torch.optim import lr_scheduler
 
 
@@ -330,3 +339,24 @@ def test_an_error_leaves_all_that_hangs_on_it_as_it_was(error):
 def test_a_state_that_is_built_otherwise_is_refused_by_name(state, said):
     with pytest.raises(ValueError, match=said):
         load_into(inner(), state)
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_one_ranks_state_comes_to_all_or_to_none(root):
+    """Bits, kinds and plain values are the root's; what it cannot give is an error on every rank, not a hang."""
+    states = [{"a": torch.ones(2, 3, dtype=torch.bfloat16), "steps": 4, "none": None}, {}, {"mode": Mode.SLOW}]
+
+    def body(comm, given):
+        def take():
+            assert comm.rank == root, "asked of another rank"
+            return states[given]
+
+        try:
+            return str(broadcast_state(take, comm, root=root, device=torch.device("cpu")))
+        except Exception as error:
+            return type(error).__name__
+
+    for given, expected in enumerate([*map(str, states[:2]), "CollectiveError", ["IndexError", "CollectiveError"]]):
+        of_root, of_others = expected if isinstance(expected, list) else (expected, expected)
+        told = SimulatedWorld(3).run(partial(body, given=given))
+        assert told == [of_root if rank == root else of_others for rank in range(3)]

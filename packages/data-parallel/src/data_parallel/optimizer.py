@@ -76,7 +76,7 @@ class ExchangingOptimizer(Wrapping):
         sent = list(self._sent), list(self.trained.values())
         self._exchange = Exchange(settings, self.comm, *sent, owner=owner, sends=sends, native=not overlap)
         self._accumulates = False
-        self._shadow: Shadow | None = None
+        self.shadow: Shadow | None = None  # until `Join` ends
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FIXED:
@@ -166,13 +166,14 @@ class ExchangingOptimizer(Wrapping):
     def join_hook(self, **kwargs: Any) -> Shadow:
         """Hook of `torch.distributed.algorithms.join.Join([optimizer])`, for ranks with different numbers of steps.
 
-        A rank that has finished takes part in the others' steps with zero gradients: see `Shadow`.
+        A rank that has finished takes part in the others' steps with zero gradients, and then has the last one's model,
+        state and learning rate: see `Shadow`. Step schedulers per epoch, after `Join`, or equally often on all ranks.
         """
         if kwargs:
             raise TypeError(f"Join was given {sorted(kwargs)}, but means are over all ranks, as ever: leave it out")
         group_for_join(self._given)
-        self._shadow = Shadow(self)
-        return self._shadow
+        self.shadow = Shadow(self)
+        return self.shadow
 
     @property
     def join_device(self) -> torch.device:
@@ -248,14 +249,16 @@ class ExchangingOptimizer(Wrapping):
                     p.grad.div_(scale.to(p.grad.device))
 
     def _begin_step(self) -> None:
-        if self._shadow is not None:
-            self._shadow.tell()
+        if self.shadow is not None:
+            self.shadow.tell()
         self.admit()
         self.check_exchange()
 
     def _begin_exchange(self) -> None:
         self._exchange.begin_step()
-        if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
+        if (
+            self.shadow is None or not self.shadow.uneven
+        ):  # in `Join` a rank that has no more steps does not schedule its rate either
             self._exchange.share(self.named, self.optimizer)
 
     def _refuse_sparse(self, members: Iterable[int]) -> None:

@@ -6,7 +6,15 @@ from replicas.loading import check_like, is_dense, wholly
 from replicas.muon_adamw import MuonAdamW
 from replicas.parameters import check_named_parameters
 from replicas.process_group import default_group
-from replicas.states import STATE_KEY, check_saved_by, gathered_state, saved_by, state_of_rank, states_of_ranks
+from replicas.states import (
+    STATE_KEY,
+    broadcast_state,
+    check_saved_by,
+    gathered_state,
+    saved_by,
+    state_of_rank,
+    states_of_ranks,
+)
 from replicas.unlike import hash_bits, refuse_unlike
 from replicas.version import __version__
 from replicas.wrapped_state import check_loaded, foreseen_state, load_into, saved_optimizer
@@ -21,6 +29,7 @@ __all__ = [
     "__version__",
     "average_tensors",
     "broadcast_parameters",
+    "broadcast_state",
     "broadcast_tensors",
     "check_like",
     "check_loaded",

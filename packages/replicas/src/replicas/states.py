@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators import CollectiveError, Communicator, Payload, Round, Schedule, allgather, run
+from communicators import CollectiveError, Communicator, Payload, Round, Schedule, allgather, broadcast, run
 from torch import Tensor
 
 STATE_KEY = "distributed"
@@ -140,14 +140,37 @@ def states_of_ranks(state: Any) -> list[dict[str, Any]] | None:
 
 def gather_states(attempt: Callable[[], Mapping[str, Any]], comm: Communicator) -> list[dict[str, Any]] | None:
     """Every rank's state in rank order on rank 0, None elsewhere; raises as `gathered_state` does."""
-    packed, failed = [torch.zeros(0, dtype=torch.uint8, device="cpu")], None
-    try:
-        packed = [_packed(attempt())]
-    except Exception as error:  # whatever it is, the others must not wait for it
-        failed = error
-    nbytes = _agree("" if failed is None else f"{type(failed).__name__}: {failed}", packed[0].numel(), failed, comm)
+    packed, nbytes = _all_packed(attempt, comm)
     schedule = _to_first(packed, nbytes, comm.rank)
     return run(schedule, comm, facts=f"gather_states of {sum(nbytes)} bytes", device=torch.device("cpu"))
+
+
+def broadcast_state(
+    take: Callable[[], Mapping[str, Any]], comm: Communicator, *, root: int, device: torch.device
+) -> dict[str, Any]:
+    """One rank's state, copied, on all ranks, its own too. Every rank calls it.
+
+        held = broadcast_state(optimizer.state_dict, comm, root=0, device=torch.device("cpu"))
+
+    Args:
+        take: Gives the state: tensors and plain values. Called by the root alone.
+        comm: The ranks.
+        root: Rank whose state it is.
+        device: Device of this rank, for tensors that the root has on an accelerator; others come to the CPU.
+
+    Raises:
+        CollectiveError: On all ranks: the state holds something else. Or `take` raises on the root, which raises what
+            it raised.
+    """
+    packed, nbytes = _all_packed(take if comm.rank == root else dict, comm)
+    own = packed.pop() if comm.rank == root else torch.empty(nbytes[root], dtype=torch.uint8, device="cpu")
+    received = broadcast(own, comm, root=root)
+    try:
+        return _loaded(io.BytesIO(received.numpy().data), device)
+    except Exception as error:  # objects of a user's own fail anywhere
+        raise CollectiveError(
+            f"the state of rank {root} cannot be read ({type(error).__name__}): expected tensors and plain values"
+        ) from error
 
 
 def check_is_state(state: Any) -> None:
@@ -167,6 +190,17 @@ def check_is_state(state: Any) -> None:
 
 def _size_key(size: int, advice: str) -> str:
     return f"of {size} ranks; {advice}"
+
+
+def _all_packed(attempt: Callable[[], Mapping[str, Any]], comm: Communicator) -> tuple[list[Tensor], list[int]]:
+    """This rank's state as bytes, to be taken out of the list, and all ranks' sizes; or an error on all ranks."""
+    packed, failed = [torch.zeros(0, dtype=torch.uint8, device="cpu")], None
+    try:
+        packed = [_packed(attempt())]
+    except Exception as error:  # whatever it is, the others must not wait for it
+        failed = error
+    nbytes = _agree("" if failed is None else f"{type(failed).__name__}: {failed}", packed[0].numel(), failed, comm)
+    return packed, nbytes
 
 
 def _agree(reason: str, nbytes: int, failed: Exception | None, comm: Communicator) -> list[int]:
@@ -209,8 +243,12 @@ def _packed(state: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def _loaded(file: io.BytesIO) -> dict[str, Any]:
-    """State in a file, on the CPU wherever it was before."""
+def _loaded(file: io.BytesIO, device: torch.device | None = None) -> dict[str, Any]:
+    """State in a file; what was on an accelerator comes to the device, or without one to the CPU as all else."""
+
+    def place(storage: Any, saved_on: str) -> Any:
+        return storage if device is None or saved_on == "cpu" else storage.to(device=device)
+
     file.seek(0)
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(file, map_location=place, weights_only=True)
     return state
