@@ -10,7 +10,7 @@ import pytest
 from communicators import SimulatedWorld
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.errors import DamagedError
+from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.metrics import MetricsFile, TrainingProgress, read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
@@ -116,3 +116,10 @@ def test_a_run_that_was_killed_before_it_had_its_settings_begins_anew(
     folder.begin({"seed": 1}, kept=kept, overwrite=False)
     folder.require_kept(kept)
     assert folder.recorded() == {"seed": 1}
+
+
+def test_somebodys_task_json_is_not_taken_for_a_run_s(tmp_path: Path) -> None:
+    (tmp_path / "task.json").write_text("{}")
+    with pytest.raises(RunError, match="already holds a run"):
+        RunFolder(tmp_path).begin({"seed": 0}, kept=None, overwrite=False)
+    assert (tmp_path / "task.json").read_text() == "{}"

@@ -249,19 +249,15 @@ def test_it_is_closed_also_after_an_error(app: App, periodic: Callable[..., Opti
 def test_a_sparse_allreduce_without_a_name_resumes_with_the_same_bits(app: App, tmp_path: Path) -> None:
     app = replace(app, synchronisations={"arc": replace(SPARSE, make=partial(sparse, algorithm=ARCTopK(width=4)))})
     flags = [
-        "--algorithm",
-        "arc",
-        "--density",
-        "0.2",
-        "--batch-size",
-        "4",
-        "--max-epochs",
-        "2",
-        "--checkpoint-every",
-        "1",
-        "--output",
+        "--algorithm=arc",
+        "--momentum=0",
+        "--density=0.2",
+        "--batch-size=4",
+        "--max-epochs=2",
+        "--checkpoint-every=1",
     ]
-    straight, broken = (parse([*flags, str(tmp_path / name)], app, world_size=None) for name in ("straight", "broken"))
+    folders = ((tmp_path / name) for name in ("straight", "broken"))
+    straight, broken = (parse([*flags, f"--output={folder}"], app, world_size=None) for folder in folders)
     train(app, straight, 3)
     assert killed_after(9, app, broken, 3)
     train(app, replace(broken, resume="latest"), 3)

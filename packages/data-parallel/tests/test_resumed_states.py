@@ -16,7 +16,9 @@ OFTEN = {"thresholds_every": 2, "boundaries_every": 3}
 
 
 @pytest.mark.parametrize("half", [1, 2, 3])
-@pytest.mark.parametrize("options", [{"algorithm": "oktopk", "options": OFTEN}, {"algorithm": ARCTopK()}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"algorithm": "oktopk", "options": OFTEN}, {"algorithm": ARCTopK()}], ids=["oktopk", "arc-topk"]
+)
 def test_a_resumed_run_has_the_same_bits_wherever_the_counters_stand(half, options, train):
     whole = SimulatedWorld(3).run(lambda c: train(c, range(6), **options))
     first = SimulatedWorld(3).run(lambda c: train(c, range(half), **options))

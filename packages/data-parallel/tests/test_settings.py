@@ -9,7 +9,7 @@ from communicators import SimulatedWorld
 from data_parallel import DistributedOptimizer, ExchangeSettings, SparseHookState, UpdateOptimizer, sparse_hsdp
 from data_parallel.schemes.table import COMPRESSORS
 from data_parallel.settings import Settings
-from sparse_collectives import ALGORITHMS
+from sparse_collectives import ALGORITHMS, ARCTopK
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.table import resolve
 from sparse_compress import DGCTopK, RandomK, TopK, WarmUp
@@ -120,6 +120,7 @@ def test_density_and_compressor():
         ),
         ({"algorithm": None}, TypeError, "algorithm is None, expected a name"),
         ({"algorithm": "dense", "momentum": 0.9}, ValueError, "momentum=0.9 belongs into the"),
+        ({"algorithm": ARCTopK(), "momentum": 0.9}, ValueError, "arc-topk takes all that has accumulated, so momentum"),
         ({"algorithm": "spardl", "options": {"team": 2}}, ValueError, "spardl has no option team; it takes: teams"),
         ({"densty": 0.1}, TypeError, r"has no setting 'densty' \(did you mean 'density'\?\); it takes .*density"),
         ({"options": [], "algorithm": "auto"}, ValueError, r"chooses options too, but \[\] was given"),

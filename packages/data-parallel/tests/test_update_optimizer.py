@@ -42,7 +42,7 @@ def flat(tensors):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", SPARSE, ids=str)
+@pytest.mark.parametrize("name", SPARSE, ids=lambda given: getattr(given, "name", given))
 @given(
     size=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 99),

@@ -6,6 +6,7 @@ from communicators import SLOT_BYTES, Alone, SimulatedWorld, allreduce, testing
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import ARCTopK, sparse_allreduce
+from sparse_collectives.algorithms.arc_topk import _sketch
 from sparse_collectives.testing import check_sparse_call, check_sparse_laws
 from sparse_compress import topk
 
@@ -61,6 +62,29 @@ def test_rows_of_huge_finite_numbers_do_not_hide_an_inf():
     dense[1, 9] = torch.inf
     for total in totals(dense, 4):
         assert total.isinf().nonzero().tolist() == [[9]]
+
+
+def test_nan_of_any_bits_chooses_the_same_rows(monkeypatch):
+    """A GPU may make another NaN of a sum than a processor."""
+    chosen = []
+    for bits in (0x7FC00000, 0x7FFFFFFF):
+        sketches = [torch.tensor([0x7FC00001, 0, bits], dtype=torch.int32).view(torch.float32)]
+
+        def summed(x, rank, size, sketches=sketches):
+            return sketches.pop() if sketches else x
+            yield
+
+        monkeypatch.setattr("sparse_collectives.algorithms.arc_topk.schedules.allreduce", summed)
+        with pytest.raises(StopIteration) as end:
+            next(ARCTopK(width=4).schedule(topk(torch.arange(12.0), 12), 0, 2, 4))
+        chosen.append(end.value.value.total.indices.tolist())
+    assert chosen == [[0, 1, 2, 3]] * 2
+
+
+def test_a_sketch_is_not_made_in_half_precision():
+    with torch.autocast("cpu", torch.bfloat16):
+        check_sparse_call(ARCTopK(width=4), [topk(torch.arange(33.0), 33)], k=8)
+        assert _sketch(torch.ones(3, 4), 0, 2).dtype == torch.float32
 
 
 def test_bytes_do_not_grow_with_the_number_of_ranks():

@@ -173,6 +173,11 @@ class Settings:
         if entry.name in COMPRESSORS:
             raise ValueError(f"your Algorithm's name is {entry.name!r}, which is another's: give it one of its own")
         if entry.selects:
+            if self.momentum and not entry.cuts:
+                raise ValueError(
+                    f"{entry.name} takes all that has accumulated, so momentum={self.momentum} would never be cleared "
+                    "where entries wait: take momentum 0, or an UpdateOptimizer, in whose optimizer it belongs"
+                )
             if entry.prescribes:
                 self._check_compressor(f"{entry.name} prescribes its selection")
             resolve(entry, wire=self.wire)

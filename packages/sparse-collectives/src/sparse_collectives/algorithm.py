@@ -172,7 +172,8 @@ class Algorithm(ABC):
 
     Attributes:
         name: Its name in facts, errors and checkpoints.
-        cuts: Whether each rank's vector is cut to k entries before `schedule`, which else gets it as it is.
+        cuts: Whether each rank's vector is cut to k entries before `schedule`, which else gets it as it is: in training
+            all that has accumulated, by a `select` of all elements.
         takes_wire: Whether `schedule` and `sent` heed `wire`; others are for "fp32" only.
         exact: Whether `sent` is what a call sends, not only its bound.
         selects: Whether entries of a gradient are selected before it is sent; always so in one's own.

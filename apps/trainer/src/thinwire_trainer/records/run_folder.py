@@ -104,9 +104,16 @@ class RunFolder:
             raise
 
     def holds_run(self) -> bool:
-        """Whether the folder holds (parts of) a run: more than task.json, which is all that one killed at once has."""
-        parts = {self.checkpoints.path, *self._files} - {self.task}
-        return any(map(os.path.lexists, parts))
+        """Whether the folder holds (parts of) a run: more than task.json, all that one killed at once has."""
+        if any(map(os.path.lexists, {self.checkpoints.path, *self._files} - {self.task})):
+            return True
+        if not os.path.lexists(self.task):
+            return False
+        try:
+            unsealed(self.task)
+        except RunError:
+            return True  # somebody's
+        return False
 
     def _require_empty(self) -> None:
         if self.holds_run():

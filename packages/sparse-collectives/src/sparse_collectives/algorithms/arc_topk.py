@@ -14,15 +14,15 @@ from sparse_collectives.algorithm import Algorithm, Array, Reduction, State, Tra
 
 @dataclass(frozen=True)
 class ARCTopK(Algorithm):
-    """The rows of the sum that a sketch of it finds largest, k entries in all (Chen et al., arXiv 2510.26709).
+    """The rows of the sum that a sketch of it finds largest, at most k entries (Chen et al., arXiv 2510.26709).
 
         rows     all elements in rows of `width`; a call with k below it takes rows of k elements
         sketch   of each row one number, its product with random signs that are the same on all ranks; summed
         choice   the ⌊k / width⌋ rows whose sum is the largest, alike on all ranks
         sum      of these rows; those of all others are dropped
 
-    Both sums are dense ones, so that bytes grow with P as little as those of a dense sum. The signs are new in every
-    call of a state.
+    Both sums are dense ones, so that bytes of large vectors grow with P as little as those of a dense sum. The signs
+    are new in every call of a state.
     Differs from the paper: rows are parts of a vector, not of a matrix, and have one number each, not four, since they
     are shorter; signs take the place of normal numbers, so that sketches of integers are exact.
     It takes all that has accumulated, not a selection. It is a baseline, which learns worse than others do for its
@@ -48,8 +48,9 @@ class ARCTopK(Algorithm):
         state, dense, numel = self.initial_state() if state is None else state, sparse.to_dense(), sparse.numel
         if k < numel:
             rows = self._rows(dense, k)
-            sketch = yield from schedules.allreduce(rows @ _signs(state["step"], size, rows), rank, size)
-            chosen, width = topk(sketch, k // rows.shape[1]).indices.long(), rows.shape[1]
+            sketch = yield from schedules.allreduce(_sketch(rows, state["step"], size), rank, size)
+            known = torch.where(sketch.isfinite(), sketch, torch.inf)  # unlike devices make unlike NaNs of a sum
+            chosen, width = topk(known, k // rows.shape[1]).indices.long(), rows.shape[1]
             sums = yield from schedules.allreduce(rows[chosen].view(-1), rank, size)
             indices = (chosen[:, None] * width + torch.arange(width, device=rows.device)).view(-1)
             within = indices < numel  # not what fills up the last row
@@ -72,7 +73,7 @@ class ARCTopK(Algorithm):
 
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """Two dense sums, of a number for each row and of the rows that are chosen, or one of all that there is."""
-        width = min(self.width, k)
+        width = max(1, min(self.width, k))
         sums = [-(-numel // width), k // width * width] if k < numel else [numel]
         return Traffic.total(*(Traffic.allreduce(n * dtype.itemsize, rank, size, dtype.itemsize) for n in sums))
 
@@ -86,7 +87,7 @@ class ARCTopK(Algorithm):
         if k >= len(total):
             return total
         rows = self._rows(torch.from_numpy(total), k)
-        sketch = (rows @ _signs(0, len(inputs), rows)).numpy()
+        sketch = _sketch(rows, 0, len(inputs)).numpy()
         chosen = np.argsort(-np.abs(sketch), kind="stable")[: k // rows.shape[1]]
         return np.where(np.isin(np.arange(len(total)) // rows.shape[1], chosen), total, np.zeros_like(total))
 
@@ -96,8 +97,9 @@ class ARCTopK(Algorithm):
         return torch.nn.functional.pad(dense, (0, -len(dense) % width)).view(-1, width)
 
 
-def _signs(call: int, size: int, rows: Tensor) -> Tensor:
-    """Random signs for the elements of a row, times a power of two so small that no sum of finite numbers overflows."""
+def _sketch(rows: Tensor, call: int, size: int) -> Tensor:
+    """Product of each row with random signs, times a power of two so small that no sum of finite numbers overflows."""
     generator, width = torch.Generator().manual_seed(call), rows.shape[1]
     signs = 2.0 * torch.randint(2, (width,), generator=generator, device="cpu") - 1
-    return (signs / (1 << (width * size).bit_length())).to(rows.device, rows.dtype)
+    with torch.autocast(rows.device.type, enabled=False):  # it would multiply in half precision
+        return rows @ (signs / (1 << (width * size).bit_length())).to(rows.device, rows.dtype)
