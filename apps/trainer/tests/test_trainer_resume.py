@@ -315,6 +315,17 @@ def test_a_finished_run_that_is_to_go_on_is_told_what_that_takes_from_the_start(
         train(app, longer, 1)
 
 
+def test_a_run_without_a_checkpoint_that_lacks_its_schedule_is_told_that_alone(
+    app: App, options: Callable[..., Options]
+) -> None:
+    given = options(max_epochs=1, lr_schedule="constant")
+    train(app, given, 1)
+    shutil.rmtree(RunFolder(given.output).checkpoints.path)  # as one that was stopped before its first
+    RunFolder(given.output).model.unlink()
+    with pytest.raises(AgreedError, match=r"\(--lr-schedule constant then, \w+ now\): give the same flags again$"):
+        train(app, options(max_epochs=2, output=given.output, resume=True), 1)
+
+
 OLDER = {
     "dense": {"wire": "bf16"},
     "gtopk": {"density": 0.2},

@@ -13,7 +13,7 @@ from typing import Any
 from communicators import Communicator
 
 from thinwire_trainer.agreement import all_or_none, gather_texts
-from thinwire_trainer.command_line.options import Options, Settings
+from thinwire_trainer.command_line.options import Options, Settings, endless
 from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.checkpoint import Manifest, State, file_name, load, mean_of
 from thinwire_trainer.records.run_folder import RunFolder
@@ -106,7 +106,7 @@ def _require_settings(then: Settings, options: Options) -> None:
         listed = "; ".join(
             f"--{name.replace('_', '-')} {then!s:.40} then, {now} now" for name, (then, now) in changed.items()
         )
-        longer = then.get("max_epochs", options.max_epochs) != options.max_epochs
+        longer = not endless(then) and then.get("max_epochs") != options.max_epochs
         again = "give the same flags again" + LONGER * longer
         raise RunError(f"the run to resume has other settings ({listed}): {again}")
 

@@ -49,6 +49,11 @@ IN_STEPS = {
 OWN = ("own", "app", "declared", "momentum_said", "compared")  # fields that are no flags themselves
 
 
+def endless(settings: Settings) -> bool:
+    """Whether no rate of a run depends on where it ends, so that it may go on beyond."""
+    return settings.get("lr_schedule") == "constant" or bool(settings.get("milestones"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """One run's settings; `thinwire_trainer.command_line.flags.parse` checks every value and explains each.
@@ -120,7 +125,7 @@ class Options:
         free = {flag.name for flag in self.declared if not flag.shapes} | NOT_SETTINGS
         chosen = {name: value for name, value in self.flags().items() if name not in free}
         chosen["elastic"] = self.elastic is not None  # not where: a batch is of all ranks there
-        if self.lr_schedule == "constant" or self.milestones:
+        if endless(chosen):
             del chosen["max_epochs"]  # nothing else depends on where the end is
         return chosen
 
@@ -131,9 +136,11 @@ class Options:
             schedules depend on; one that there is no more has no effect.
         """
         before: dict[str, Any] = {flag.name: flag.default for flag in self.declared} | {"elastic": False}
-        before["max_epochs"] = self.max_epochs
-        was = {name: then.get(name, before.get(name)) for name in self.settings()}
-        return {name: (was[name], now) for name, now in self.settings().items() if was[name] != now}
+        now = self.settings()
+        was = {name: then.get(name, before.get(name)) for name in now}
+        if endless(was):
+            was.pop("max_epochs", None)
+        return {name: (its, now[name]) for name, its in was.items() if its != now[name]}
 
     def not_reached(self, steps: int) -> list[str]:
         """Warnings of settings that take effect only after the end of this run, which takes so many steps."""
