@@ -31,9 +31,9 @@ def check_compressor_laws(make: Callable[[int], Compressor]) -> None:
 
     Raises:
         AssertionError: A law does not hold; says which, where.
-        TypeError: `make` is a compressor, or makes none.
+        TypeError: `make` is a compressor, or no function, or makes no compressor.
     """
-    if hasattr(make, "entries") and not isinstance(make, type):
+    if not callable(make) or (hasattr(make, "entries") and not isinstance(make, type)):
         raise TypeError(f"make is {make}, expected a function that makes a new one: lambda numel: Mine()")
     check_compressor(make(1))
     for numel in SIZES:

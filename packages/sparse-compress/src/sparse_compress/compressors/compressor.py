@@ -30,7 +30,7 @@ class Compressor(Protocol):
     def entries(self, numel: int) -> int:
         """Bound k on the entries that a tensor of ``numel`` elements gives, alike on every rank; ≥ 1 unless empty.
 
-        It bounds the capacity of every receive.
+        k ≤ ``numel``, which may be 0. It bounds the capacity of every receive.
 
         Args:
             numel: Elements of the tensor.
