@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -243,3 +245,10 @@ def test_a_background_sum_is_of_what_was_given_when_it_was_called(size, numel):
 
     for total in SimulatedWorld(size).run(body):
         assert bool((total == size).all())
+
+
+def test_laws_without_hypothesis_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "communicators.testing", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "thinwire-communicators\[testing\]"'):
+        importlib.import_module("communicators.testing")

@@ -14,12 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from communicators.communicator import Communicator
 from communicators.link import Link
 from communicators.simulated.world import SimulatedWorld
+
+try:
+    from hypothesis import strategies as st
+except ModuleNotFoundError as error:
+    needed = 'these laws need hypothesis: pip install "thinwire-communicators[testing]"'
+    raise ModuleNotFoundError(needed, name=error.name) from error
 
 X = TypeVar("X")
 R = TypeVar("R")
