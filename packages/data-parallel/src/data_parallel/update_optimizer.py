@@ -218,7 +218,10 @@ class UpdateOptimizer(ExchangingOptimizer):
             followed.leave()
 
     def leave_ahead(self) -> None:
-        """Ends what the forward of a followed model has entered, as `step` does: between two backwards of one step."""
+        """Ends what the forward of a followed model has entered, as `step` does: between two backwards of one step.
+
+        Also where another model's loss went through this one, before a target network or a mean of models reads it.
+        """
         if self._followed is not None:
             self._followed.leave()
 
