@@ -256,9 +256,8 @@ class ExchangingOptimizer(Wrapping):
 
     def _begin_exchange(self) -> None:
         self._exchange.begin_step()
-        if (
-            self.shadow is None or not self.shadow.uneven
-        ):  # in `Join` a rank that has no more steps does not schedule its rate either
+        # in `Join` a rank that has no more steps does not schedule its rate either
+        if self.shadow is None or not self.shadow.uneven:
             self._exchange.share(self.named, self.optimizer)
 
     def _refuse_sparse(self, members: Iterable[int]) -> None:

@@ -132,8 +132,8 @@ class Options:
     def changed(self, then: Settings) -> dict[str, tuple[object, object]]:
         """Compare with the settings of a run: name -> (then, now) where these differ.
 
-        then: a run's settings. A flag that there was not yet had its default, but for the length, which not all
-            schedules depend on; one that there is no more has no effect.
+        then: a run's settings. A flag that there was not yet had its default; one that there is no more has no effect.
+            The length of a run that may go on beyond it is not compared.
         """
         before: dict[str, Any] = {flag.name: flag.default for flag in self.declared} | {"elastic": False}
         now = self.settings()

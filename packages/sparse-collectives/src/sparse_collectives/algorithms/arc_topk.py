@@ -54,7 +54,7 @@ class ARCTopK(Algorithm):
             sums = yield from schedules.allreduce(rows[chosen].view(-1), rank, size)
             indices = (chosen[:, None] * width + torch.arange(width, device=rows.device)).view(-1)
             within = indices < numel  # not what fills up the last row
-            total = vectors.of_entries(indices[within], sums[within], numel)
+            total = vectors.of_entries(indices[within].int(), sums[within], numel)
         else:
             total = topk((yield from schedules.allreduce(dense, rank, size)), numel)
         state["step"] += 1
