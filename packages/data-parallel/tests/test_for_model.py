@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -398,7 +400,7 @@ def test_a_later_wrapper_of_the_same_parameters_ends_what_an_earlier_one_does_to
     assert all(torch.equal(alone, other) for other in others)
 
 
-def test_an_optimizer_of_torch_s_own_that_takes_over_is_told_of_before_its_second_step():
+def test_an_optimizer_of_torch_s_own_that_takes_over_is_told_of_in_its_first_step():
     def body(comm, unfollows):
         model = model_of()
         first = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model, density=0.1, steps=20, comm=comm)
@@ -409,7 +411,7 @@ def test_an_optimizer_of_torch_s_own_that_takes_over_is_told_of_before_its_secon
             first.unfollow()
         second = later(model, "torch")
         before = bits(model.parameters())
-        for _ in range(2):
+        for _ in range(2 if unfollows else 1):
             second.zero_grad()
             model(batch(0, 0)).square().mean().backward()
             second.step()
@@ -435,7 +437,8 @@ def test_what_is_undone_because_the_optimizer_is_gone_is_told_of():
     model = model_of()
     optimizer = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model)
     model(batch(0, 0)).square().mean().backward()
-    later(model, "torch").step()
+    with torch.no_grad():
+        model[0].weight.add_(1)
     with pytest.warns(UserWarning, match=r"'0.weight' was written to inside ahead\(\)"):
         del optimizer
 
@@ -465,6 +468,82 @@ def test_what_is_no_module_is_refused():
     for swapped, kind in ((adamw, model.named_parameters()), "generator"), ((model, adamw), "AdamW"):
         with pytest.raises(TypeError, match=rf"model is {kind}, expected the torch\.nn\.Module itself"):
             UpdateOptimizer.for_model(*swapped)
+
+
+def sparse_at_once(step):
+    return 0.05
+
+
+def ddpg(comm, actors, leaves):
+    """Target network of a critic that is updated behind the step of the actor, and the critic."""
+    torch.manual_seed(0)
+    critic, actor = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1)), nn.Linear(10, 10)
+    target = copy.deepcopy(critic)
+    adam = torch.optim.Adam(critic.parameters(), lr=0.01)
+    of_critic = UpdateOptimizer.for_model(adam, critic, comm=comm, density=sparse_at_once)
+    of_actor = actors(torch.optim.Adam(actor.parameters(), lr=0.01), actor, comm)
+    for step in range(4):
+        state = torch.randn(32, 10, generator=torch.Generator().manual_seed(100 * step + comm.rank))
+        with torch.no_grad():
+            wanted = 1 + 0.9 * target(torch.cat([state, actor(state)], 1))
+        of_critic.zero_grad()
+        (critic(torch.cat([state, actor(state).detach()], 1)) - wanted).square().mean().backward()
+        of_critic.step()
+        of_actor.zero_grad()
+        (-critic(torch.cat([state, actor(state)], 1)).mean()).backward()
+        if leaves:
+            of_critic.leave_ahead()
+        of_actor.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(list(target.parameters()), list(critic.parameters()), 0.1)
+    return bits([*target.parameters(), *critic.parameters()])
+
+
+ACTORS = {
+    "updates": lambda made, actor, comm: UpdateOptimizer.for_model(made, actor, comm=comm, density=sparse_at_once),
+    "gradients": lambda made, actor, comm: DistributedOptimizer(made, actor.named_parameters(), comm=comm, density=1.0),
+    "alone": lambda made, actor, comm: made,
+}
+
+
+@pytest.mark.parametrize("actors", ACTORS)
+def test_a_critics_target_network_is_of_all_ranks_behind_the_actors_step(actors):
+    by_itself, by_hand = (
+        SimulatedWorld(3).run(functools.partial(ddpg, actors=ACTORS[actors], leaves=leaves)) for leaves in (False, True)
+    )
+    assert all(torch.equal(target, by_hand[0]) for target in by_itself + by_hand)
+
+
+@pytest.mark.parametrize("backward", ["each", "joint"])
+def test_models_of_several_optimizers_wait_for_their_backward_behind_the_others_steps(backward):
+    """As with plain optimizers: all forwards first, then a backward and a step of each, or one backward for all."""
+
+    def train(comm, follows):
+        models, ahead = [model_of(), model_of()], [contextlib.nullcontext, contextlib.nullcontext]
+        optimizers = [INNER["sgd"](model.parameters()) for model in models]
+        given = {"comm": comm, "density": sparse_at_once}
+        if follows:
+            wrapped = [UpdateOptimizer.for_model(o, m, **given) for o, m in zip(optimizers, models, strict=True)]
+        else:
+            given |= {"dense_below": 256}
+            named = [model.named_parameters() for model in models]
+            wrapped = [UpdateOptimizer(o, n, **given) for o, n in zip(optimizers, named, strict=True)]
+            ahead = [optimizer.ahead for optimizer in wrapped]
+        for step in range(4):
+            with ahead[0](), ahead[1]():
+                for optimizer in wrapped:
+                    optimizer.zero_grad()
+                losses = [model(batch(comm.rank, step)).square().mean() for model in models]
+                if backward == "joint" or not follows:
+                    sum(losses).backward()
+            for loss, optimizer in zip(losses, wrapped, strict=True):
+                if backward == "each" and follows:
+                    loss.backward()
+                optimizer.step()
+        return bits([*models[0].parameters(), *models[1].parameters()])
+
+    mine, expected = (SimulatedWorld(2).run(functools.partial(train, follows=follows)) for follows in (True, False))
+    assert all(map(torch.equal, mine, expected))
 
 
 @pytest.mark.parametrize("first", ["frozen", "trained"])

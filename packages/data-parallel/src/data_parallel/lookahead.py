@@ -14,6 +14,8 @@ SGD, in whose residuals the large entries are signal, the first was measured to 
 locally: CSER, Xie et al., NeurIPS 2020; a step ahead of the error: Xu et al., AAAI 2021.)
 """
 
+import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ import torch
 from replicas import restored
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from data_parallel.adam_step_correction import in_batches
 from data_parallel.exchange import Exchange
@@ -66,6 +69,7 @@ class ErrorLookahead:
         self._looks = LOOKS
         self._hooks: list[weakref.finalize[..., Any]] = []  # each removes its own
         self._there = list[int](), torch.empty(0, device="cpu")  # their versions and bits when they were put ahead
+        self._given = list[tuple[int, int] | None]()  # their gradients then
         self._watched: set[int] = set()
         self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
 
@@ -78,14 +82,14 @@ class ErrorLookahead:
         self._watch()
         with self._moved():
             self._there = self._seen(), _bits(self._parameters)
-            self._made, computed, given = False, _nodes(), self._given()
+            self._made, computed, self._given = False, _nodes(), self._gradients()
             try:
                 yield
             except GeneratorExit:  # who would leave is gone
                 if written := self.written():
                     warnings.warn(written, stacklevel=2)
                 raise
-            self._made |= given != self._given()
+            self._made |= self._given != self._gradients()
             computes, written = computed != _nodes(), self.written()
         if written:
             raise RuntimeError(written)
@@ -101,6 +105,12 @@ class ErrorLookahead:
             changed = (_bits(self._parameters) != bits).tolist()
         name = next((name for name, differs in zip(self._names, changed, strict=True) if differs), None)
         return None if name is None else WRITTEN.format(name=name)
+
+    @property
+    def made(self) -> bool:
+        """Whether a gradient has been added to since parameters are ahead."""
+        pairs = zip(self._given, self._gradients(), strict=True)
+        return any(then != now and self._holds(member) for member, (then, now) in enumerate(pairs))
 
     def _seen(self) -> list[int]:
         return [p._version for p in self._parameters]
@@ -152,7 +162,7 @@ class ErrorLookahead:
             self._watched |= new.keys()
             self._hooks += [watch(self, new, ErrorLookahead.adds, before=True), watch(self, new, ErrorLookahead.added)]
 
-    def _given(self) -> list[tuple[int, int] | None]:
+    def _gradients(self) -> list[tuple[int, int] | None]:
         """Snapshot of the gradients in which a change of them shows."""
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
 
@@ -190,7 +200,8 @@ class FollowedModule:
     """Look-ahead that a module's forward in training enters, and that is left by `leave`.
 
     So do a forward in evaluation or without gradients, and a `state_dict` or `load_state_dict` of the module, which are
-    of the parameters that all ranks have in common.
+    of the parameters that all ranks have in common. So does another optimizer's step, once a backward has been through
+    the module: it may be a critic, which the actor's loss has entered.
 
     trains: whether the lookahead's optimizer still does.
 
@@ -210,6 +221,7 @@ class FollowedModule:
             hooked.register_load_state_dict_pre_hook(before_state),
         ]
         self.close = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        _watch_steps()
 
     @property
     def inside(self) -> bool:
@@ -231,12 +243,45 @@ class FollowedModule:
         if not self._lookahead.now:
             self._inside = self._lookahead.for_gradients()
             self._inside.__enter__()
+            _ENTERED.modules.add(self)
 
     def leave(self, *_: Any) -> None:
         """Leaves what a forward has entered. RuntimeError: a parameter was written to meanwhile, which is undone."""
         inside, self._inside = self._inside, None
         if inside is not None:
+            _ENTERED.modules.discard(self)
             inside.__exit__(None, None, None)
+
+    def after_other(self) -> None:
+        """Leaves after another optimizer's step, unless a backward of the forward that entered may be yet to come."""
+        if self.inside and self._lookahead.made:
+            self.leave()
+
+
+class _Entered(threading.local):
+    """Followed modules that forwards of this thread have entered; another thread may have left them."""
+
+    def __init__(self) -> None:
+        self.modules = weakref.WeakSet[FollowedModule]()
+
+
+_ENTERED = _Entered()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Sets one hook for good: torch goes through its hooks while ranks that are threads would come and go."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(*_: Any) -> None:
+    if _ENTERED.modules:
+        torch.compiler.disable(_leave_entered)()  # type: ignore[no-untyped-call]
+
+
+def _leave_entered() -> None:
+    for followed in list(_ENTERED.modules):
+        followed.after_other()
 
 
 class _Hook:

@@ -220,7 +220,7 @@ class UpdateOptimizer(ExchangingOptimizer):
     def leave_ahead(self) -> None:
         """Ends what the forward of a followed model has entered, as `step` does: between two backwards of one step.
 
-        Also where another model's loss went through this one, before a target network or a mean of models reads it.
+        Another optimizer's step ends it too, once a backward has been through this model.
         """
         if self._followed is not None:
             self._followed.leave()
