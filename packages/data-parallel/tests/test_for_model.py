@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sparse_compress import TopK, WarmUp
 from torch import nn
+from torch.nn.utils import prune
 
 pytestmark = pytest.mark.quick
 
@@ -444,11 +445,13 @@ def test_what_is_undone_because_the_optimizer_is_gone_is_told_of():
 
 
 @pytest.mark.slow
-def test_a_compiled_model():
+@pytest.mark.parametrize("given", ["model", "compiled", "compiled fully"])
+def test_a_compiled_model(given):
     def losses(compiles):
         model = model_of()
-        optimizer = UpdateOptimizer.for_model(INNER["sgd"](model.parameters()), model, density=lambda step: 0.05)
-        called = torch.compile(model, backend="eager") if compiles else model
+        called = torch.compile(model, backend="eager", fullgraph="fully" in given) if compiles else model
+        followed = model if given == "model" else called
+        optimizer = UpdateOptimizer.for_model(INNER["sgd"](model.parameters()), followed, density=sparse_at_once)
         found = []
         for step in range(4):
             optimizer.zero_grad()
@@ -472,6 +475,126 @@ def test_what_is_no_module_is_refused():
 
 def sparse_at_once(step):
     return 0.05
+
+
+def losses_of(comm, model, called, inputs, **settings):
+    """Trains `called`, which is the model or has it inside; gives its parameters."""
+    sgd = INNER["sgd"](model.parameters())
+    optimizer = UpdateOptimizer.for_model(sgd, called, comm=comm, density=sparse_at_once, dense_below=0, **settings)
+    for x in inputs:
+        optimizer.zero_grad()
+        called(x[comm.rank :: comm.size]).square().mean().backward()
+        optimizer.step()
+    return bits(model.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_weight_that_a_hook_makes_before_the_forward_is_made_ahead(size):
+    """As of pruning, and of torch's former weight_norm, which is followed in the layer itself."""
+    inputs = torch.randn(8, 16, 20, generator=torch.Generator().manual_seed(3))
+
+    def train(comm, whole):
+        torch.manual_seed(0)
+        layer = prune.random_unstructured(nn.Linear(20, 50), "weight", 0.3)
+        return losses_of(comm, layer, layer if whole else nn.Sequential(layer), inputs)
+
+    whole, inside = (SimulatedWorld(size).run(functools.partial(train, whole=whole)) for whole in (True, False))
+    assert all(map(torch.equal, whole, inside))
+
+
+@pytest.mark.slow
+def test_the_original_of_a_compiled_model_is_evaluated_and_saved_as_all_ranks_have_it():
+    def train(comm, looks):
+        model = model_of()
+        compiled = torch.compile(model, backend="eager")
+        adam = INNER["adamw"](model.parameters())
+        optimizer = UpdateOptimizer.for_model(adam, compiled, comm=comm, density=sparse_at_once, dense_below=0)
+        for step in range(3):
+            compiled(batch(comm.rank, step)).square().mean().backward()
+            if step < 2:
+                optimizer.step()
+        ahead = optimizer.is_ahead
+        seen = looks(model)
+        assert (ahead, optimizer.is_ahead) == (True, False)
+        return seen
+
+    def evaluated(model):
+        return model.eval()(batch(0, 0)).detach()
+
+    for looks in (
+        evaluated,
+        lambda m: m.state_dict()["0.weight"].clone(),
+        lambda m: m[0].state_dict()["weight"].clone(),
+    ):
+        mine, other = SimulatedWorld(2).run(functools.partial(train, looks=looks))
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_step():
+    def train(compiles):
+        model = model_of()
+        optimizer = UpdateOptimizer.for_model(INNER["adamw"](model.parameters()), model, steps=4, density=0.05)
+        step = torch.compile(lambda: optimizer.step(), backend="eager") if compiles else optimizer.step
+        for at in range(4):
+            optimizer.zero_grad()
+            model(batch(0, at)).square().mean().backward()
+            step()
+        return bits(model.parameters())
+
+    assert torch.equal(train(True), train(False))
+
+
+def test_a_reference_may_be_computed_between_forward_and_backward():
+    """As in distillation from the model itself; before the forward it is of the parameters that all ranks have."""
+
+    def train(comm, by_hand):
+        model = model_of()
+        sgd = INNER["sgd"](model.parameters())
+        given = {"comm": comm, "density": sparse_at_once, "dense_below": 256}
+        if by_hand:
+            optimizer = UpdateOptimizer(sgd, model.named_parameters(), **given)
+        else:
+            optimizer = UpdateOptimizer.for_model(sgd, model, **given)
+        for step in range(4):
+            optimizer.zero_grad()
+            with optimizer.ahead() if by_hand else contextlib.nullcontext():
+                for part in range(2):  # accumulates
+                    outputs = model(batch(comm.rank, step + part))
+                    with torch.no_grad():
+                        reference = model(batch(comm.rank, 7))
+                    (outputs - reference).square().mean().backward()
+            if not by_hand:
+                assert optimizer.is_ahead
+                with torch.no_grad():
+                    model(batch(comm.rank, 7))  # nothing waits for its backward: this is an evaluation
+                assert not optimizer.is_ahead
+            optimizer.step()
+        return bits(model.parameters())
+
+    mine, expected = (SimulatedWorld(2).run(functools.partial(train, by_hand=by_hand)) for by_hand in (False, True))
+    assert all(map(torch.equal, mine, expected))
+
+
+@pytest.mark.parametrize("saved", ["compiled", "plain"])
+def test_a_state_is_of_the_compiled_model_and_of_the_plain_one(saved):
+    def made(compiles, comm):
+        model = model_of()
+        called = torch.compile(model, backend="eager") if compiles else model
+        sgd = INNER["sgd"](model.parameters())
+        optimizer = UpdateOptimizer.for_model(sgd, called, comm=comm, density=sparse_at_once, dense_below=0)
+        model(batch(comm.rank, 0)).square().mean().backward()
+        return optimizer
+
+    def body(comm):
+        first, second = made(saved == "compiled", comm), made(saved != "compiled", comm)
+        first.step()
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        residuals = [made.state_dict()["distributed"]["residuals"] for made in (first, second)]
+        assert residuals[0].keys() == residuals[1].keys() == {"0.weight", "0.bias", "3.weight", "3.bias"}
+        assert all(torch.equal(residuals[0][name], residuals[1][name]) for name in residuals[0])
+
+    SimulatedWorld(2).run(body)
 
 
 def ddpg(comm, actors, leaves):

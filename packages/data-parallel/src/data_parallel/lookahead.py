@@ -69,7 +69,7 @@ class ErrorLookahead:
         self._looks = LOOKS
         self._hooks: list[weakref.finalize[..., Any]] = []  # each removes its own
         self._there = list[int](), torch.empty(0, device="cpu")  # their versions and bits when they were put ahead
-        self._given = list[tuple[int, int] | None]()  # their gradients then
+        self._given = self._latest = list[tuple[int, int] | None]()  # gradients then, and before the latest forward
         self._watched: set[int] = set()
         self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
 
@@ -109,7 +109,19 @@ class ErrorLookahead:
     @property
     def made(self) -> bool:
         """Whether a gradient has been added to since parameters are ahead."""
-        pairs = zip(self._given, self._gradients(), strict=True)
+        return self._added_to(self._given)
+
+    @property
+    def waits(self) -> bool:
+        """Whether none has been added to since the latest forward in training, whose backward may be yet to come."""
+        return not self._added_to(self._latest)
+
+    def note_forward(self) -> None:
+        """Notes that a forward in training begins."""
+        self._latest = self._gradients()
+
+    def _added_to(self, before: list[tuple[int, int] | None]) -> bool:
+        pairs = zip(before, self._gradients(), strict=True)
         return any(then != now and self._holds(member) for member, (then, now) in enumerate(pairs))
 
     def _seen(self) -> list[int]:
@@ -213,13 +225,15 @@ class FollowedModule:
     def __init__(self, module: nn.Module, lookahead: ErrorLookahead, trains: Callable[[], Any]) -> None:
         self.ddp: DistributedDataParallel | None = None
         self._lookahead, self._trains, self._inside = lookahead, trains, cast(AbstractContextManager[None] | None, None)
-        hooked: Any = module
-        before_state = _Hook(self, FollowedModule.leave)
-        handles = [
-            hooked.register_forward_pre_hook(_Hook(self, FollowedModule.before_forward)),
-            hooked.register_state_dict_pre_hook(before_state),
-            hooked.register_load_state_dict_pre_hook(before_state),
-        ]
+        before, before_state = _Hook(self, FollowedModule.before_forward), _Hook(self, FollowedModule.leave)
+        handles: list[Any] = [module.register_forward_pre_hook(before, prepend=True)]  # before those that make weights
+        original: Any = getattr(module, "_orig_mod", None)  # of torch.compile, which others may evaluate
+        if original is not None:
+            in_eager = _Hook(self, FollowedModule.before_forward, compiles=False)
+            handles += [original.register_forward_pre_hook(in_eager, prepend=True)]
+        for part in cast(Any, module).modules():
+            handles += [part.register_state_dict_pre_hook(before_state)]
+            handles += [part.register_load_state_dict_pre_hook(before_state)]
         self.close = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
         _watch_steps()
 
@@ -231,14 +245,18 @@ class FollowedModule:
     def before_forward(self, module: nn.Module, *_: Any) -> None:
         """Enters, or leaves where no gradients are to be made, or another optimizer has taken a step.
 
-        Does neither while all is frozen and others learn.
+        Does neither while all is frozen and others learn, nor without gradients between a forward in training and its
+        backward: a reference, which is of the loss of this step.
         """
-        by_others = self._inside is not None and self._lookahead.written(quickly=True)
-        if by_others or not (module.training and torch.is_grad_enabled() and self._trains()):
+        by_others = self.inside and self._lookahead.written(quickly=True)
+        enters = module.training and torch.is_grad_enabled() and self._trains()
+        refers = self.inside and module.training and not torch.is_grad_enabled() and self._lookahead.waits
+        if by_others or not (enters or refers):
             self.leave()
             return
-        if not self._lookahead.learns:
+        if refers or not self._lookahead.learns:
             return
+        self._lookahead.note_forward()
         self.ddp = _ddp_of_now()
         if not self._lookahead.now:
             self._inside = self._lookahead.for_gradients()
@@ -285,10 +303,15 @@ def _leave_entered() -> None:
 
 
 class _Hook:
-    """Hook of a module that does not keep its owner alive; copies of it, and pickled ones, do nothing."""
+    """Hook of a module that does not keep its owner alive; copies of it, and pickled ones, do nothing.
 
-    def __init__(self, owner: FollowedModule | None = None, call: Callable[..., None] | None = None) -> None:
-        self._owner, self._call = None if owner is None else weakref.ref(owner), call
+    compiles: whether it is called amid a compiled forward too.
+    """
+
+    def __init__(
+        self, owner: FollowedModule | None = None, call: Callable[..., None] | None = None, *, compiles: bool = True
+    ) -> None:
+        self._owner, self._call, self._compiles = None if owner is None else weakref.ref(owner), call, compiles
         # Not as a decorator: torch imports its compiler for that, a second for whoever only imports this package.
         self._uncompiled = torch.compiler.disable(self._now)  # type: ignore[no-untyped-call]
 
@@ -298,7 +321,8 @@ class _Hook:
         return None if self._owner is None else self._owner()
 
     def __call__(self, *given: Any) -> None:
-        self._uncompiled(*given)
+        if self._compiles or not torch.compiler.is_compiling():
+            self._uncompiled(*given)
 
     def _now(self, *given: Any) -> None:
         if (owner := self.owner) is not None and self._call is not None:

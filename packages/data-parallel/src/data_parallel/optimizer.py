@@ -141,6 +141,8 @@ class ExchangingOptimizer(Wrapping):
             RuntimeError: Inside `no_sync` or `ahead`, a closure was given after `synchronize`, or, with `overlap`,
                 p.grad was changed after backward had sent it.
         """
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self.step)(closure)  # type: ignore[no-untyped-call,no-any-return]
         self.check_step()
         self._refuse_no_sync("step()")
         loss = None

@@ -149,9 +149,10 @@ class UpdateOptimizer(ExchangingOptimizer):
             optimizer = UpdateOptimizer.for_model(optimizer, model, steps=10_000)
 
         The model's own forward in training enters `ahead`, and `step` leaves it. So do its forward in evaluation or
-        under no_grad, its `state_dict` and `load_state_dict`. In between, parameters that are read elsewise are this
-        rank's own. Call the model, not its parts: a forward past it is told of by a warning. torch.compile's
-        fullgraph=True has no place for that: there, use the constructor and `ahead`.
+        under no_grad, its `state_dict` and `load_state_dict`; but not a forward under no_grad before the backward of
+        one in training, as of a reference in the same loss. In between, parameters that are read elsewise are this
+        rank's own. Call the model, not its parts: a forward past it is told of by a warning. With torch.compile's
+        fullgraph=True, give the compiled module.
 
         Args:
             optimizer: See the class.

@@ -57,6 +57,8 @@ def _is_expanded(tensor: Tensor) -> bool:
 def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[str, Tensor]:
     """All named parameters by name, checked against the optimizer's; None: its own, by its names or by number.
 
+    Names are without what torch.compile adds to them, so that states are of compiled models and of others.
+
     Raises TypeError or ValueError as `check_named_parameters`, and ValueError for a parameter of the optimizer without
     a name and for a trainable one that the optimizer does not have.
     """
@@ -74,7 +76,7 @@ def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]
             f"trainable parameters that the optimizer does not have: {strangers}; "
             "give them to it, leave them out of named_parameters, or freeze them with requires_grad_(False)"
         )
-    return dict(pairs)
+    return {name.replace("_orig_mod.", ""): p for name, p in pairs}
 
 
 def trained_of(named: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
