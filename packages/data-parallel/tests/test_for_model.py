@@ -448,6 +448,7 @@ def test_what_is_undone_because_the_optimizer_is_gone_is_told_of():
 @pytest.mark.parametrize("given", ["model", "compiled", "compiled fully"])
 def test_a_compiled_model(given):
     def losses(compiles):
+        torch._dynamo.reset()  # else it takes what it compiled of other models, without regard to their hooks
         model = model_of()
         called = torch.compile(model, backend="eager", fullgraph="fully" in given) if compiles else model
         followed = model if given == "model" else called
