@@ -222,6 +222,25 @@ def test_a_state_of_another_like_is_refused_and_changes_nothing(like, part):
         partial.allreduce(like)
 
 
+@pytest.mark.parametrize(("ranks", "others"), [(4, 2), (3, 2), (2, 4), (1, 2), (2, 1)])
+def test_a_state_of_another_number_of_ranks_is_refused(ranks, others):
+    def saved(comm):
+        with PartialAllreduce(torch.zeros(1), comm) as partial:
+            list(partial.allreduce(torch.ones(1)))
+            list(partial.synchronize())
+            return partial.state_dict()
+
+    def loads(comm):
+        with PartialAllreduce(torch.zeros(1), comm) as partial:
+            with pytest.raises(ValueError, match=rf"the state is of {ranks} ranks, but these are {others}: "):
+                partial.load_state_dict(states[comm.rank % ranks])
+            got = [*partial.allreduce(torch.ones(1)), *partial.finish()]
+            return sum(result.total.item() for result in got)
+
+    states = SimulatedWorld(ranks).run(saved)
+    assert SimulatedWorld(others).run(loads) == [others] * others
+
+
 def fails(body, said, size=3):
     with pytest.raises(CollectiveError, match=said):
         SimulatedWorld(size).run(body)

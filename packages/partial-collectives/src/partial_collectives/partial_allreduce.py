@@ -385,12 +385,18 @@ class PartialAllreduce:
 
         Raises:
             TypeError: It is no state.
-            ValueError: The state is of another `like` or `compress`, or was damaged; nothing has changed.
+            ValueError: The state is of another `like`, `compress` or number of ranks, or was damaged; nothing has
+                changed.
             CollectiveError: The states of the ranks are of different rounds.
         """
         self.refuse_begun("load_state_dict()")
         with wholly(self, "a PartialAllreduce", state):
             if not joins:
+                if (saved := len(state["machine"]["missed"])) != self.comm.size:
+                    raise ValueError(
+                        f"the state is of {saved} ranks, but these are {self.comm.size}: go on with as many ranks, or "
+                        "save after finish(), and make a new one"
+                    )
                 check_alike("residuals", state["residuals"], self._residuals)
             likes = [one.like for one in self._deposits]
             check_alike("deposits", [one["acc"] for one in state["deposits"]], likes)
