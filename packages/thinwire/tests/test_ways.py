@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -418,6 +419,43 @@ def test_a_rate_that_a_scheduler_would_set_back_is_not_adapted():
         plan.apply(model, inner)
     assert inner.param_groups[0]["lr"] == 1e-2
     planned("adamw", "local-sgd sync_every=4").apply(model, inner)  # which leaves the rate as it is
+
+
+@pytest.mark.parametrize("whose", ["plain", "its own"])
+def test_a_state_that_sets_an_adapted_rate_back_is_told_of(whose):
+    model, plan = model_of(), planned("adamw", "diloco sync_every=30")
+    inner = inner_of("adamw", model)
+    states = {"plain": copy.deepcopy(inner.state_dict())}
+    _, wrapped = plan.apply(model, inner)
+    states["its own"] = copy.deepcopy(wrapped.optimizer.state_dict())
+    said = r"has set it back: diloco sync_every=30 takes 0\.5 of that"
+    with pytest.warns(UserWarning, match=said) if whose == "plain" else contextlib.nullcontext():
+        wrapped.optimizer.load_state_dict(states[whose])
+    assert wrapped.param_groups[0]["lr"] == (1e-2 if whose == "plain" else 5e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_momentum_stays_of_the_kind_for_late_gradients_when_a_state_is_loaded(optimizer):
+    model, plan = model_of(), planned(optimizer, "eager-majority")
+    inner = inner_of(optimizer, model)
+    before = copy.deepcopy(inner.state_dict())
+
+    def settings():
+        [group] = inner.param_groups
+        return {name: group[name] for name in ("betas", "nesterov", "momentum", "lr") if name in group}
+
+    _, eager = plan.apply(model, inner)
+    applied = settings()
+    assert {name: before["param_groups"][0][name] for name in applied} != applied
+    with eager:
+        eager.optimizer.load_state_dict(before)
+        assert settings() == applied
+        inner.param_groups[0]["lr"] = 0.5
+        if optimizer == "adamw":
+            inner.param_groups[0]["betas"] = (0.8, 0.999)  # of one's own, which a checkpoint keeps
+        mine = settings()
+        eager.optimizer.load_state_dict(copy.deepcopy(inner.state_dict()))
+        assert settings() == mine
 
 
 def test_eager_sgd_steps_the_scheduler_that_it_is_given():

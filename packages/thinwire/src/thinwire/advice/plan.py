@@ -7,6 +7,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -30,6 +31,13 @@ from thinwire.advice.ways import DENSE, MADE, Way
 
 Model = TypeVar("Model", bound=nn.Module)
 USUAL_STEPS = 1000
+ADAPTED = "rate_adapted_to"
+"""Key of groups whose learning rate `apply` has adapted to a way, which is in their checkpoints too."""
+UNADAPTED = (
+    "the state that was loaded is of a training whose learning rate was not adapted by apply(), and has set it back: "
+    "{name} takes {rate:g} of that of a training without it; multiply that of the groups by {rate:g}, before a "
+    "scheduler is made"
+)
 FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 """Names of their classes, which take seconds to import: fully_shard's, and the older one."""
 KINDS = ((MuonAdamW, "muon"), (AdamW, "adamw"), (Adam, "adam"), (SGD, "sgd"))
@@ -129,8 +137,10 @@ class Plan:
             scheduler: Of the optimizer, for eager SGD alone, which steps it itself: then the loop must not.
 
         All ranks do what rank 0's plan says, with its steps; a rank that gave others warns. Make other learning-rate
-        schedulers, and load checkpoints, afterwards. In DDP the residuals are in no checkpoint: to save them, write the
-        line that the plan prints, in which `state` is what has them, or of torch's hooks the first argument.
+        schedulers, and load checkpoints, afterwards; one of a training without the plan sets back what was adapted, but
+        for eager SGD, and a warning says so: load its state into the plain optimizer before. In DDP the residuals are in
+        no checkpoint: to save them, write the line that the plan prints, in which `state` is what has them, or of
+        torch's hooks the first argument.
 
         Raises:
             ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
@@ -143,9 +153,10 @@ class Plan:
         _check_model(model)
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
             raise ValueError(f"steps is {steps!r}, expected a whole number of 0 or more, or None for {USUAL_STEPS:,}")
-        if hasattr(optimizer, "_adapted_to"):
+        if adapted := [group[ADAPTED] for group in optimizer.param_groups if ADAPTED in group]:
             raise ValueError(
-                f"the learning rate is adapted to {optimizer._adapted_to} already: give an optimizer that was made anew"
+                f"the learning rate is adapted to {adapted[0]} already: give an optimizer that was made anew, and load "
+                "the checkpoint after apply()"
             )
         ranks = as_communicator(comm)
         if ranks.size not in (1, self.situation.ranks):
@@ -207,11 +218,18 @@ class Plan:
             )
         more = {"scheduler": scheduler} if way.quorum else {}
         made = way.make(optimizer, model, comm, steps=steps, every=way.every, **more)
-        for group in optimizer.param_groups if adapts else ():
-            for rate in {"lr", "initial_lr"} & group.keys():
-                group[rate] = group[rate] * way.rate
-            optimizer._adapted_to = way.name  # type: ignore[attr-defined]
+        if adapts:
+            for group in optimizer.param_groups:
+                group[ADAPTED] = way.name
+                for rate in {"lr", "initial_lr"} & group.keys():
+                    group[rate] = group[rate] * way.rate
+            optimizer.register_load_state_dict_post_hook(partial(_tell_of_rates, way=way))
         return made
+
+
+def _tell_of_rates(optimizer: Optimizer, way: Way) -> None:
+    if any(ADAPTED not in group for group in optimizer.param_groups):
+        warnings.warn(UNADAPTED.format(name=way.name, rate=way.rate), stacklevel=5)
 
 
 def _densities(density: float | Iterable[float] | None) -> list[float]:

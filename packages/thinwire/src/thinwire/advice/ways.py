@@ -248,9 +248,10 @@ def _torch_local(ours: Way) -> Way:
 def for_late_gradients(optimizer: Optimizer) -> None:
     """Sets what learns better, as late gradients act like momentum: Nesterov's form of SGD's, less of Adam's.
 
-    Of Adam's also that which a OneCycleLR sets.
+    Of Adam's also that which a OneCycleLR sets. Groups for which it was done already stay as they are.
     """
-    for group in optimizer.param_groups:
+    for group in [group for group in optimizer.param_groups if "for_late_gradients" not in group]:
+        group["for_late_gradients"] = True
         if "nesterov" in group:
             group["nesterov"] = bool(group["momentum"] and not group["dampening"])
         if "betas" in group:
@@ -267,6 +268,7 @@ def _eager(quorum: Literal["solo", "majority"]) -> Way:
         optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int, scheduler: Any = None
     ) -> Optimizer:
         for_late_gradients(optimizer)
+        optimizer.register_load_state_dict_post_hook(for_late_gradients)
         return EagerSGD(optimizer, model.named_parameters(), comm=comm, scheduler=scheduler, quorum=quorum)
 
     code = f'EagerSGD(OPTIMIZER, model.named_parameters(), quorum="{quorum}")'
