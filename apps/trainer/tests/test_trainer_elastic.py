@@ -1,5 +1,9 @@
 """Ranks that come and go: they die, come late, or all die and begin again, in simulated worlds."""
 
+import fcntl
+import itertools
+import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +39,8 @@ WAYS = {
     "local-sgd": {"sync_every": 3},
     "cocod": {"sync_every": 3},
 }
+HERE = threading.local()
+"""The clock of the rank whose thread it is."""
 
 
 class Slow(points.Points):
@@ -54,6 +60,9 @@ class Slow(points.Points):
         self.elapse(STEPS * STEP)
         return super().score(indices)
 
+    def kept(self) -> dict[str, Any]:
+        return {"classes": points.CLASSES}
+
 
 def trained(
     options: Options,
@@ -66,7 +75,8 @@ def trained(
     start_with = ranks - (late is not None)
 
     def rank(comm: Any) -> nn.Module | str:
-        tasks = []
+        tasks, HERE.elapse = [], comm.elapse
+        comm.elapse(1e-6 * comm.rank)  # they come in their order
 
         def build(options: Options, device: torch.device) -> Slow:
             tasks.append(Slow(comm.elapse))
@@ -151,6 +161,60 @@ def test_after_all_have_died_the_same_command_goes_on_with_any_number_of_ranks(
     assert trained(options, faults=[Dies(rank, at=2.2 * EPOCH) for rank in range(RANKS)]) == [None] * RANKS
     assert 1 <= len(read_metrics(RunFolder(options.output).metrics.path)) < EPOCHS
     check(options, trained(options, ranks), dead=0)
+
+
+def dies_in_operation(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Have rank 0 die, one second into the run, at this operation in its folder; whether it came before any step."""
+    begun, done = [], []
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            path = Path(f"/proc/self/fd/{args[0]}").readlink() if isinstance(args[0], int) else Path(args[0])
+            if not begun and path.is_relative_to(folder):
+                done.append(real)
+                if len(done) == number + 1:
+                    if isinstance(args[0], int):
+                        fcntl.flock(args[0], fcntl.LOCK_UN)  # as the end of a process does
+                    HERE.elapse(2.0)
+                    pytest.fail("not rank 0's operation")
+            return real(*args, **kwargs)
+
+        return operation
+
+    for name in ("mkdir", "ftruncate", "fsync", "replace", "unlink"):  # only rank 0 makes them
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+    real_loss = Slow.loss
+    monkeypatch.setattr(Slow, "loss", lambda *args: begun.append(0) or real_loss(*args))
+    return lambda: len(done) > number
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_whoever_is_rank_0_after_a_death_in_the_beginning_begins_the_run_again(
+    elastic: Callable[..., Options], tmp_path: Path, overwrite: bool
+) -> None:
+    for number in itertools.count():
+        output = tmp_path / ("run" if overwrite else f"{number}")  # of the operation before, to be overwritten
+        given = replace(elastic(output=output), overwrite=overwrite, max_epochs=1)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            came = dies_in_operation(number, output, monkeypatch)
+            ended = trained(given, faults=[Dies(0, at=1.0)])
+            if not came():
+                break
+        assert [type(model) for model in ended] == [type(None), nn.Sequential, nn.Sequential], (number, ended)
+        assert {path.name for path in output.glob("*.json*")} == {"config.json", "task.json", "metrics.jsonl"}, number
+        again = trained(replace(given, overwrite=False, resume="latest"), 2)
+        assert [type(model) for model in again] == [nn.Sequential] * 2, (number, again)
+    assert number > 8
+
+
+def test_a_newcomer_that_does_not_see_the_others_run_is_told_and_the_others_go_on(
+    elastic: Callable[..., Options], tmp_path: Path
+) -> None:
+    options, apart = elastic(), tmp_path / "apart"
+    *models, told = trained(options, RANKS + 1, late=STEP, latecomers=elastic(output=apart))
+    assert told == f"{apart} holds no run, though others train in it: --output has to be on a shared file system"
+    check(options, models, dead=0)
 
 
 def test_a_newcomer_with_other_flags_is_told_and_the_others_go_on(elastic: Callable[..., Options]) -> None:

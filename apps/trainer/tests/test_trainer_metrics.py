@@ -121,5 +121,5 @@ def test_a_run_that_was_killed_before_it_had_its_settings_begins_anew(
 def test_somebodys_task_json_is_not_taken_for_a_run_s(tmp_path: Path) -> None:
     (tmp_path / "task.json").write_text("{}")
     with pytest.raises(RunError, match="already holds a run"):
-        RunFolder(tmp_path).begin({"seed": 0}, kept=None, overwrite=False)
+        RunFolder(tmp_path).require_empty()
     assert (tmp_path / "task.json").read_text() == "{}"

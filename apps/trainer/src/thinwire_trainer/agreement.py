@@ -106,8 +106,11 @@ class ControlCommunicator(Communicator):
         return self._comm.device
 
     def atomic(self, exchange: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
-        """Result of an exchange that all survivors of a death take, or none (`Communicator.atomic`)."""
-        return self._comm.atomic(exchange, undo)
+        """Result of an exchange that all survivors of a death take, or none (`Communicator.atomic`).
+
+        A newcomer makes it by itself: the others are training.
+        """
+        return exchange() if self.joining else self._comm.atomic(exchange, undo)
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]

@@ -30,7 +30,7 @@ from thinwire_trainer.records.durable import write_tensors
 from thinwire_trainer.records.folder_lock import locked
 from thinwire_trainer.records.live import clear, published
 from thinwire_trainer.records.metrics import Events, TrainingProgress
-from thinwire_trainer.records.run_folder import RunFolder
+from thinwire_trainer.records.run_folder import NONE_TO_JOIN, RunFolder
 from thinwire_trainer.records.trace import Trace
 from thinwire_trainer.resuming import resume
 from thinwire_trainer.synchronisers.automatic import settled
@@ -123,10 +123,14 @@ def _in_its_folder(
 ) -> None:
     """The run, once there is a place for it. choice: the algorithm and why, where it was measured."""
     options, comm, advice = training.options, training.comm, _advice(training.options)
-    with all_or_none(comm, advice=advice):
-        if comm.rank == 0 or comm.joining:
-            training.folder.prepare(resume=options.resume is not None or comm.joining)
-    with training.progress, locked(options.output, comm, advice=advice):
+
+    def prepare() -> None:
+        if comm.joining:
+            training.folder.require_run(NONE_TO_JOIN)
+        elif comm.rank == 0:
+            training.folder.prepare(resume=options.resume is not None)
+
+    with training.progress, locked(options.output, comm, prepare=prepare, advice=advice):
         _begin(app, training, device, choice)
         chosen = f"{choice} (when the run began)" if choice and options.resume else choice
         left_out = training.task.faults.told() if isinstance(training.task, LeavesOut) else ""
@@ -199,15 +203,29 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
 
 
 def _begin(app: App, training: Training, device: torch.device, choice: str) -> None:
-    """A new folder, or an old one to go on with."""
+    """A new folder, or an old one to go on with; whoever is rank 0 after a death does again what that one began.
+
+    What it has written is no run that is in the way: before anything is written, all know that there was none.
+    """
     options, folder, comm = training.options, training.folder, training.comm
+    new = options.resume is None and not comm.joining
+
+    def require_empty() -> None:
+        with all_or_none(comm):
+            if comm.rank == 0 and new and not options.overwrite:
+                folder.require_empty()
+
+    def begin() -> None:
+        with all_or_none(comm, advice=_advice(options)):
+            if comm.rank == 0 and new:
+                config = {"app": app.module} | _config(training, device, choice)
+                folder.begin(config, kept=kept, overwrite=options.overwrite)
+
+    comm.atomic(require_empty)
     with all_or_none(comm):
         kept = None if comm.joining and comm.rank else _kept(training.task)  # others wait for who joins
     require_same_data(kept, comm)
-    with all_or_none(comm, advice=_advice(options)):
-        if comm.rank == 0 and options.resume is None:
-            config = {"app": app.module} | _config(training, device, choice)
-            folder.begin(config, kept=kept, overwrite=options.overwrite)
+    comm.atomic(begin)
     if options.resume is None or comm.joining:
         return
     steps = partial(steps_of, batches_of(training.task), options)

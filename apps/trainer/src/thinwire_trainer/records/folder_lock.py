@@ -12,7 +12,7 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,14 +27,26 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # this 
 
 
 @contextmanager
-def locked(folder: Path, comm: Communicator, *, advice: str = GO_ON) -> Iterator[None]:
-    """Keep other runs out of `folder`, which exists, during the block; on every rank.
+def locked(
+    folder: Path, comm: Communicator, *, prepare: Callable[[], None] = lambda: None, advice: str = GO_ON
+) -> Iterator[None]:
+    """Keep other runs out of `folder` during the block; on every rank.
 
-    AgreedError says who holds it, or which rank does not see the same folder. advice: on a full disk.
+    AgreedError says who holds it, or which rank does not see the same folder. prepare: makes the folder, unless it
+    exists; called on every rank. advice: on a full disk.
     Elastic ranks share it, so that it is held as long as one of them lives.
     """
-    path, descriptor, record, ended = folder / NAME, None, "", False
-    try:
+    path, ended = folder / NAME, False
+    descriptor: int | None = None
+
+    def take() -> None:
+        nonlocal descriptor
+        descriptor, before = None, descriptor
+        with all_or_none(comm, advice=advice):
+            if before is not None:  # of an attempt in which rank 0 died: its successor is to get the lock
+                os.close(before)
+            prepare()
+        record = ""
         with all_or_none(comm, advice=advice):
             if comm.rank == 0:
                 descriptor = acquired(path)
@@ -48,6 +60,9 @@ def locked(folder: Path, comm: Communicator, *, advice: str = GO_ON) -> Iterator
             if comm.elastic and descriptor is None:
                 descriptor = _opened(path)
                 _share(descriptor)
+
+    try:
+        comm.atomic(take)
         yield
         ended = True
     finally:

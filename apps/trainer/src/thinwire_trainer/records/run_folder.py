@@ -24,6 +24,7 @@ from thinwire_trainer.records.durable import opened, sealed, unsealed, write_asi
 from thinwire_trainer.records.metrics import MetricsFile
 
 NONE_TO_RESUME = "no run to resume: check --output, or leave --resume out"
+NONE_TO_JOIN = "no run, though others train in it: --output has to be on a shared file system"
 
 
 class RunFolder:
@@ -45,12 +46,12 @@ class RunFolder:
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise RunError(f"{self.path} is not a folder: give another one with --output")
         if resume:
-            self._require_run()
+            self.require_run()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def recorded(self, *, wanted: str = NONE_TO_RESUME) -> dict[str, Any]:
         """The run's config.json; RunError where there is no run, or it is damaged. wanted: what it then says."""
-        self._require_run(wanted)
+        self.require_run(wanted)
         try:
             with opened(self.config) as file:
                 config = json.load(file)
@@ -60,7 +61,8 @@ class RunFolder:
             raise DamagedError(f"{self.config} is damaged: it holds no settings")
         return config
 
-    def _require_run(self, wanted: str = NONE_TO_RESUME) -> None:
+    def require_run(self, wanted: str = NONE_TO_RESUME) -> None:
+        """RunError that says that the folder does not hold what was wanted, if it holds no run."""
         if not os.path.lexists(self.config):
             raise RunError(f"{self.path} holds {wanted}")
 
@@ -85,14 +87,12 @@ class RunFolder:
             )
 
     def begin(self, config: dict[str, object], *, kept: dict[str, Any] | None, overwrite: bool) -> None:
-        """Prepare the folder for a new run; RunError if it holds (parts of) one that is not to be overwritten.
+        """Begin a new run in the folder, which holds none (see `require_empty`) or one to overwrite.
 
         kept: for task.json.
         """
         if overwrite:
             self._delete_run()
-        else:
-            self._require_empty()
         try:
             if kept is None:
                 self.task.unlink(missing_ok=True)
@@ -115,7 +115,8 @@ class RunFolder:
             return True  # somebody's
         return False
 
-    def _require_empty(self) -> None:
+    def require_empty(self) -> None:
+        """RunError if the folder holds (parts of) a run."""
         if self.holds_run():
             raise RunError(
                 f"{self.path} already holds a run: give --resume to go on with it, --overwrite to delete it, "
