@@ -137,10 +137,9 @@ class Plan:
             scheduler: Of the optimizer, for eager SGD alone, which steps it itself: then the loop must not.
 
         All ranks do what rank 0's plan says, with its steps; a rank that gave others warns. Make other learning-rate
-        schedulers, and load checkpoints, afterwards; one of a training without the plan sets back what was adapted, but
-        for eager SGD, and a warning says so: load its state into the plain optimizer before. In DDP the residuals are
-        in no checkpoint: to save them, write the line that the plan prints, in which `state` is what has them, or of
-        torch's hooks the first argument.
+        schedulers, and load checkpoints, afterwards; one of a training without the plan sets an adapted rate back, with
+        a warning: load it into the plain optimizer before. In DDP the residuals are in no checkpoint: to save them,
+        write the line that the plan prints, in which `state` is what has them, or of torch's hooks the first argument.
 
         Raises:
             ValueError: Another optimizer or number of ranks than was asked about (one rank may try any plan), or DDP,
