@@ -621,7 +621,7 @@ def test_the_lines_run(optimizer, name, monkeypatch, one_process):
 
 
 def settings_of(optimizer, ddp):
-    """Everything that an optimizer and its hook were set to, warm-ups step by step; but for the learning rate."""
+    """Everything that an optimizer and its hook were set to, warm-ups step by step; but for the rate and its mark."""
     said = [
         repr(optimizer),
         getattr(optimizer, "_alike", ""),
@@ -632,7 +632,10 @@ def settings_of(optimizer, ddp):
         numbers = {name: own for name, own in getattr(one, "__dict__", {}).items() if isinstance(own, int | float)}
         numbers.pop("_sent_before", None)  # bytes, no setting
         said += [exchange and exchange.settings, list(map(every, range(60))) if callable(every) else every, numbers]
-    return [re.sub(r"lr: \S+|<function .*? at 0x\w+>| at 0x\w+|options=(None|{}), ", "", str(one)) for one in said]
+    return [
+        re.sub(r"lr: \S+|    rate_adapted_to: .+\n|<function .*? at 0x\w+>| at 0x\w+|options=(None|{}), ", "", str(one))
+        for one in said
+    ]
 
 
 @WARNS
