@@ -10,6 +10,7 @@ import torch
 from communicators import CollectiveError, SimulatedWorld
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.launching.device import own_device
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
@@ -25,7 +26,8 @@ class Killed(BaseException):
 
 
 def train(app: App, options: Options, ranks: int) -> None:
-    SimulatedWorld(ranks).run(lambda comm: run(app, options, comm))
+    """Each rank with one thread of torch's, as the command gives it, without which bits are not promised."""
+    SimulatedWorld(ranks).run(lambda comm: run(app, options, comm, device=own_device(comm.rank, "cpu")))
 
 
 def killed_after(operations: int, app: App, options: Options, ranks: int) -> bool:
