@@ -356,14 +356,13 @@ FOR_DDP = {way.name for way in OF_DDP}
 def test_a_plan_makes_the_optimizer_that_it_names(optimizer):
     """Where DDP is not used, a sparse exchange is that of updates, with SGD too. One rank has no teams."""
     for name in (case.values[1] for case in PLANS if case.values[0] == optimizer and case.values[1] not in FOR_DDP):
-        if "teams" not in name:
-            plan, model = planned(optimizer, name), model_of()
-            same, wrapped = plan.apply(model, inner_of(optimizer, model), steps=60, comm=Alone())
-            p = plan.recommendation.step.prediction
-            sparse = "DistributedOptimizer" if p.algorithm == "dense" else "UpdateOptimizer"
-            said = BY_NAME[p.variant].code if p.variant in BY_NAME else sparse
-            assert same is model
-            assert f"{type(wrapped).__name__}(" in f"{said}("
+        plan, model = planned(optimizer, name), model_of()
+        same, wrapped = plan.apply(model, inner_of(optimizer, model), steps=60, comm=Alone())
+        p = plan.recommendation.step.prediction
+        sparse = "DistributedOptimizer" if p.algorithm == "dense" else "UpdateOptimizer"
+        said = BY_NAME[p.variant].code if p.variant in BY_NAME else sparse
+        assert same is model
+        assert f"{type(wrapped).__name__}(" in f"{said}("
 
 
 @pytest.mark.slow
@@ -696,6 +695,20 @@ def test_a_model_that_is_not_in_ddp_is_advised_no_hook_of_it(in_ddp, monkeypatch
     assert ("it is a hook of DDP, and the model is not in DDP" in found.text) != in_ddp
     assert ("DistributedDataParallel(model, bucket_cap_mb=2)" in found.text) == in_ddp
     plan.apply(given, inner, steps=100)
+
+
+@pytest.mark.parametrize("overlap", [None, True, False])
+def test_gradients_travel_during_backward_where_that_was_reckoned_with(overlap, monkeypatch, costs_nothing):
+    known = lambda optimizer, way, *_, sends, data: LEARNS if way == "dense-int8" else None  # noqa: E731
+    monkeypatch.setattr("thinwire.advice.situation.known", known)
+    monkeypatch.setattr("thinwire.advice.measuring.measure_work", lambda *_: {"dense-int8": Work()})
+    model = torch.nn.Linear(600, 500)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = thinwire.advise(model, steps_per_second=50, optimizer=inner, link="100mbit", ranks=8, overlap=overlap)
+    assert plan.recommendation.step.prediction.name == "dense-int8"
+    assert (plan.situation.hidden > 0) == bool(overlap)
+    assert ("overlap=True" in plan.recommendation.text) == bool(overlap)
+    assert plan.apply(model, inner)[1].overlap == bool(overlap)
 
 
 @pytest.mark.parametrize("name", ["dense-int8", "powersgd rank=2", "powersgd rank=4"])

@@ -68,7 +68,7 @@ def advise(
         link: A name that `thinwire advise --help` lists, or a `communicators.Link`; default: measured, by all ranks.
         ranks: With `link`: how many there will be.
         density: One or several that are considered; yours are advised if faster, even if they are known to learn worse.
-        overlap: Whether gradients travel during backward; default: where the model is in DDP.
+        overlap: Whether gradients travel during backward, without DDP by the optimizer's `overlap`; default: in DDP.
         stragglers: How late ranks are: {seconds: share of each rank's steps}, such as {0.3: 0.05}, alike on all; or a
             list of seconds of this rank's steps without exchanges, whose fastest of all ranks sets `steps_per_second`.
         data: Trainings that judge ways: "text", "text/recurrent", … (as `--data`), "" for all; default: by the layers.
@@ -172,7 +172,8 @@ class Plan:
         if p.name in MADE:
             return model, self._other(MADE[p.name], model, optimizer, total, comm, scheduler)
         settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire, "density": p.density, "steps": total}
-        settings |= {"options": dict(p.options)} if p.options else {}
+        options = {name: option for name, option in p.options.items() if name != "teams" or ranks.size > 1}
+        settings |= {"options": options} if options else {}
         if ddp is not None and not self.situation.sends_updates:
             SparseHookState.for_model(ddp, optimizer, **settings)
             return model, optimizer
@@ -215,7 +216,7 @@ class Plan:
                 f"{way.name} steps the learning-rate scheduler itself: give it as apply(…, scheduler=…), and do not "
                 "step it"
             )
-        more = {"scheduler": scheduler} if way.quorum else {}
+        more = {"scheduler": scheduler} if way.quorum else {"overlap": True} if self.situation.overlaps(way) else {}
         made = way.make(optimizer, model, comm, steps=steps, every=way.every, **more)
         if adapts:
             for group in optimizer.param_groups:

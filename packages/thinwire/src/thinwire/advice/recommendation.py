@@ -15,6 +15,10 @@ OPTIMIZERS = {
     "muon": "replicas.MuonAdamW(model, ...)",
 }
 """Optimizers of the user, as they are written."""
+OVERLAPS = (
+    "which sends during backward: call optimizer.synchronize() before p.grad is clipped, and accumulate in "
+    "optimizer.no_sync()."
+)
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""
 AS_FAST = 1.05
@@ -235,7 +239,10 @@ def _other_lines(situation: Situation, p: Prediction) -> list[str]:
     way = MADE[p.name]
     lines = [f"In DDP: {way.hook}"] if way.hook else []
     if not way.ddp_only:
-        lines.append(f"Without DDP: optimizer = {way.code.replace('OPTIMIZER', OPTIMIZERS[situation.optimizer])}")
+        code = way.code.replace("OPTIMIZER", OPTIMIZERS[situation.optimizer])
+        if situation.overlaps(way):
+            code = f"{code[:-1]}, overlap=True), {OVERLAPS}"
+        lines.append(f"Without DDP: optimizer = {code}")
     if way.dense_share:
         lines.append(f"STEPS: the first {way.dense_share:.0%} of yours, in which all is sent.")
     if way.every > 1 and not way.ddp_only:

@@ -169,6 +169,10 @@ class Situation:
     def _by_us(self, dense: Prediction) -> Prediction:
         return replace(dense, compression=self.numel * self.work.get(DENSE.name, Work()).fixed)
 
+    def overlaps(self, way: Way) -> bool:
+        """Whether its buckets travel during backward, in DDP or by `overlap` of the optimizer."""
+        return way.early and self.hidden > 0
+
     def _of_way(self, way: Way, p: Prediction) -> float:
         """Seconds of a step. Steps may hide what is exchanged meanwhile, and that ranks began it late by chance.
 
@@ -176,7 +180,8 @@ class Situation:
         """
         if way.quorum and self.stragglers:
             return self.stragglers.eager(self.ranks, way.quorum, compute=self.compute, exchange=p.seconds)
-        seconds = prediction.step_seconds(p, compute=self.compute, backward=self.hidden if way.early else 0.0)
+        backward = self.hidden if self.overlaps(way) else 0.0
+        seconds = prediction.step_seconds(p, compute=self.compute, backward=backward)
         late, unwaited = self._late(way.every), self.stragglers.slowest(self.ranks) if self.stragglers else 0.0
         return seconds + late - min(way.hides * self.compute, p.latency + p.transfer + late - unwaited)
 

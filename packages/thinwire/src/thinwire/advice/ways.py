@@ -133,8 +133,11 @@ def _compressed(algorithm: str, sent: Sent, *, rank: int | None = None, **wire: 
         warm_up = {"options": options | {"dense_steps": steps // WARM_UP}} if options else {}
         return {"algorithm": algorithm, **warm_up, **wire}
 
-    def make(optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int) -> Optimizer:
-        return DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **settings(steps))
+    def make(
+        optimizer: Optimizer, model: nn.Module, comm: Any, *, steps: int, every: int, overlap: bool = False
+    ) -> Optimizer:
+        named, how = model.named_parameters(), settings(steps)
+        return DistributedOptimizer(optimizer, named, comm=comm, overlap=overlap, **how)
 
     def in_ddp(ddp: DistributedDataParallel, optimizer: Optimizer, steps: int) -> Optimizer:
         SparseHookState.for_model(ddp, optimizer, **settings(steps))
