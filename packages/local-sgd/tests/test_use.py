@@ -665,6 +665,23 @@ def test_weights_that_some_ranks_only_have_loaded_are_an_error_at_the_first_boun
         SimulatedWorld(2).run(body)
 
 
+def test_models_that_share_parameters_and_not_an_optimizer_are_an_error_that_says_so():
+    def body(comm):
+        torch.manual_seed(0)
+        shared, heads = torch.nn.Linear(3, 3), [torch.nn.Linear(3, 1) for _ in range(2)]
+        models = [torch.nn.Sequential(shared, head) for head in heads]
+        inner = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        both = [LocalSGD(one, model=model, comm=comm, sync_every=1) for one, model in zip(inner, models, strict=True)]
+        for optimizer, model in zip(both, models, strict=True):
+            model(torch.full((2, 3), float(comm.rank + 1))).sum().backward()
+            optimizer.step()
+        for optimizer in both:
+            optimizer.average()
+
+    with pytest.raises(CollectiveError, match="and give models that share parameters one optimizer"):
+        SimulatedWorld(2).run(body)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drained", [False, True])
 def test_weights_that_all_ranks_load_are_where_training_begins(quadratic, algorithm, drained):

@@ -221,7 +221,8 @@ def test_once_prints_a_frame_as_soon_as_steps_were_taken(job, monkeypatch):
     [
         (["localhost:1"], "nothing answers at http://localhost:1/metrics ([Errno 111] Connection refused): start the"),
         (["no-such-host.invalid:9464"], "nothing answers at http://no-such-host.invalid:9464/metrics ("),
-        (["localhost:99999"], "nothing answers at http://localhost:99999/metrics ("),
+        (["localhost:99999"], "localhost:99999 holds no run: give the --output of one, or HOST:PORT"),
+        (["localhost:1", "localhost:65536"], "'localhost:65536' given, expected HOST:PORT of each rank, or one run's"),
         (["http://"], "nothing answers at http:// ("),
         (["no/such/folder"], "no/such/folder holds no run: give the --output of one, or HOST:PORT"),
         (["localhost:1", "runs"], "'runs' given, expected HOST:PORT of each rank, or one run's folder"),

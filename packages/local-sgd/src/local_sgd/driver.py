@@ -396,7 +396,8 @@ class Driver:
         self.owner.check_exchange()
         since = f", after states of boundary {self.block.boundaries} were loaded on all ranks," if self.loaded else ""
         if self._begun is not None:
-            since += f", begun with parameters of hash {self._begun % 2**64:016x} (load weights on all ranks alike),"
+            alike = "load weights on all ranks alike, and give models that share parameters one optimizer"
+            since += f", begun with parameters of hash {self._begun % 2**64:016x} ({alike}),"
         self.loaded, self._begun = False, None
         if self.block.boundaries == 0 and self._policy != "reset":
             warn_of_two_momenta(self.what, self.rule.gain(), self.owner.param_groups, self.block.length)

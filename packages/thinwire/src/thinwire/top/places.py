@@ -18,6 +18,7 @@ SECONDS = 2.0
 """Longest wait for an endpoint."""
 MOST_BESIDE = 64
 """Ports on either side of a given one on which ranks of its machine are looked for."""
+PORTS = 1 << 16
 
 
 class NothingHere(Exception):  # noqa: N818 - mostly a wrong address
@@ -73,7 +74,7 @@ class Endpoints(Place):
         host, port = url.removesuffix("/metrics").rsplit(":", 1)
         rank, ranks = int(told.get("rank", 0)), int(told.get("ranks", 1))
         beside = range(-min(rank, MOST_BESIDE), min(ranks - rank - 1, MOST_BESIDE) + 1)
-        return [f"{host}:{int(port) + step}/metrics" for step in beside if 0 < int(port) + step < 1 << 16]
+        return [f"{host}:{int(port) + step}/metrics" for step in beside if 0 < int(port) + step < PORTS]
 
 
 def url_of(given: str) -> str:
@@ -163,4 +164,4 @@ def place_of(given: Sequence[str]) -> Place:
 
 def _is_address(given: str) -> bool:
     host, _, port = given.rpartition(":")
-    return given.startswith(("http://", "https://")) or bool(host and port.isdecimal())
+    return given.startswith(("http://", "https://")) or bool(host and port.isdecimal() and 0 < int(port) < PORTS)
