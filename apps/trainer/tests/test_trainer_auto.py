@@ -16,6 +16,7 @@ from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import AgreedError, RunError
+from thinwire_trainer.launching.device import own_device
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
@@ -36,7 +37,7 @@ def asked(options: Callable[..., Options], tmp_path: Path) -> Options:
 
 
 def train_over(link: Link, app: App, options: Options, ranks: int) -> None:
-    SimulatedWorld(ranks, link=link).run(lambda comm: run(app, options, comm))
+    SimulatedWorld(ranks, link=link).run(lambda comm: run(app, options, comm, device=own_device(comm.rank, "cpu")))
 
 
 def config(options: Options) -> dict[str, Any]:
