@@ -172,8 +172,7 @@ class Plan:
         if p.name in MADE:
             return model, self._other(MADE[p.name], model, optimizer, total, comm, scheduler)
         settings: dict[str, Any] = {"algorithm": p.algorithm, "wire": p.wire, "density": p.density, "steps": total}
-        options = {name: option for name, option in p.options.items() if name != "teams" or ranks.size > 1}
-        settings |= {"options": options} if options else {}
+        settings["options"] = {name: o for name, o in p.options.items() if name != "teams" or ranks.size > 1} or None
         if ddp is not None and not self.situation.sends_updates:
             SparseHookState.for_model(ddp, optimizer, **settings)
             return model, optimizer
