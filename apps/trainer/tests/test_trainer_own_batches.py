@@ -209,6 +209,10 @@ def test_a_run_goes_on_only_with_what_its_task_kept(asked: Callable[..., Options
     app = replace(streams.APP, build=lambda options, device: Renamed(streams.Net(), options))
     with pytest.raises(AgreedError, match=r"task.json is not what these data give"):
         train(app, replace(options, max_epochs=3, resume="latest"), 1)
+    task = options.output / "task.json"
+    task.write_text(task.read_text()[:-9])
+    with pytest.raises(AgreedError, match=r"task.json is damaged: .* copy it back, or begin another run$"):
+        train(streams.APP, replace(options, max_epochs=3, resume="latest"), 1)
 
 
 @pytest.mark.parametrize("strange", [0, 2])

@@ -71,14 +71,15 @@ class RunFolder:
 
         What an older version of the task did not keep yet is not compared.
         """
+        purpose = "it tells whether these data are those that the run began with: copy it back, or begin another run"
         if not os.path.lexists(self.task):
             if kept is not None:
-                raise RunError(
-                    f"{self.task} is missing, which tells whether these data are those that the run began with: copy "
-                    f"it back, or begin another run (those of older versions have none)"
-                )
+                raise RunError(f"{self.task} is missing; {purpose} (those of older versions have none)")
             return
-        recorded, now = unsealed(self.task), json.loads(json.dumps(kept))
+        try:
+            recorded, now = unsealed(self.task), json.loads(json.dumps(kept))
+        except DamagedError as error:  # all checkpoints share it: one before would not help
+            raise RunError(f"{error}; {purpose}") from None
         other = [name for name in recorded if name not in now or recorded[name] != now[name]] if now else ["task"]
         if other:
             raise RunError(
