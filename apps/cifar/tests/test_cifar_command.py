@@ -132,7 +132,7 @@ def test_a_run_without_the_checksums_of_its_images_is_refused(
     (tmp_path / "run" / "task.json").unlink()
     code, message = refusal(f"{flags} --resume", capsys)
     assert code == 1
-    assert "run/task.json is missing, which tells whether these data are those that the run began with" in message
+    assert "run/task.json is missing; it tells whether these data are those that the run began with" in message
 
 
 def small_run(folder: Path, *, dataset: str = "cifar10", batch: int = 10) -> str:
