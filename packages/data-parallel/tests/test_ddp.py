@@ -164,6 +164,33 @@ def test_a_run_with_a_frozen_layer_is_resumed():
         resumed.load_state_dict({"distributed": {**saved["distributed"], "residuals": wrong}})
 
 
+@pytest.mark.parametrize("way", ["for_model", "by hand"])
+def test_a_state_of_a_compiled_model_is_one_of_the_plain_model_and_back(way):
+    def training(compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+        if compiled == "a part":
+            model[0] = torch.compile(model[0], backend="eager")
+        ddp = DistributedDataParallel(torch.compile(model, backend="eager") if compiled == "whole" else model)
+        if way == "for_model":
+            return ddp, SparseHookState.for_model(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), density=0.1)
+        ddp.register_comm_hook(state := SparseHookState(named_parameters=ddp, density=0.1), sparse_hook)
+        return ddp, state
+
+    saved = []
+    for compiled in ("", "a part", "whole"):
+        ddp, state = training(compiled)
+        backward(ddp, 0)
+        saved.append(copy.deepcopy(state.state_dict()))
+    for compiled in ("", "a part", "whole"):
+        for kept in saved:
+            ddp, state = training(compiled)
+            state.load_state_dict(kept)
+            before = kept["distributed"]["residuals"]
+            assert before.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+            assert all(torch.equal(now, before[name]) for name, now in residuals(state).items())
+
+
 def test_a_layer_that_is_trained_again_without_a_new_ddp_is_named():
     model, state = made()
     backward(wrapped(model, state), 0)

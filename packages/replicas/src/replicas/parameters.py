@@ -9,13 +9,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-def check_named_parameters(pairs: Sequence[tuple[str, Tensor]]) -> None:
+def check_named_parameters(pairs: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Checks pairs as `model.named_parameters()` gives them.
 
-        check_named_parameters(list(model.named_parameters()))
+        named = check_named_parameters(list(model.named_parameters()))
 
     Args:
         pairs: Names and parameters.
+
+    Returns:
+        Parameters by name, without what torch.compile adds to names: states are of compiled models and of others.
 
     Raises:
         TypeError: An entry is no pair of name and tensor, or a trainable parameter is not floating-point.
@@ -38,6 +41,7 @@ def check_named_parameters(pairs: Sequence[tuple[str, Tensor]]) -> None:
         raise ValueError(f"parameters on the meta device, which have no values: {empty}; to_empty() and initialise")
     if wrong := [f"{name} ({p.dtype})" for name, p in pairs if p.requires_grad and not p.is_floating_point()]:
         raise TypeError(f"parameters of a dtype that cannot be averaged: {wrong}; expected floating-point ones")
+    return {name.replace("_orig_mod.", ""): p for name, p in pairs}
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -57,13 +61,11 @@ def _is_expanded(tensor: Tensor) -> bool:
 def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[str, Tensor]:
     """All named parameters by name, checked against the optimizer's; None: its own, by its names or by number.
 
-    Names are without what torch.compile adds to them, so that states are of compiled models and of others.
-
     Raises TypeError or ValueError as `check_named_parameters`, and ValueError for a parameter of the optimizer without
     a name and for a trainable one that the optimizer does not have.
     """
     pairs = _numbered(optimizer) if named_parameters is None else list(named_parameters)
-    check_named_parameters(pairs)
+    named = check_named_parameters(pairs)
     names = {id(parameter): name for name, parameter in pairs}
     members = {id(p): (g, p) for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     if unnamed := [(g, tuple(p.shape)) for key, (g, p) in members.items() if key not in names]:
@@ -76,7 +78,7 @@ def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]
             f"trainable parameters that the optimizer does not have: {strangers}; "
             "give them to it, leave them out of named_parameters, or freeze them with requires_grad_(False)"
         )
-    return {name.replace("_orig_mod.", ""): p for name, p in pairs}
+    return named
 
 
 def trained_of(named: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:

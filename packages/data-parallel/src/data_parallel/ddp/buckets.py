@@ -30,10 +30,8 @@ def exchanged(given: DistributedDataParallel | Iterable[tuple[str, Tensor]]) -> 
             if f"{at}.{name}" not in given.parameters_to_ignore
         }
         named = [(name, p) for name, p in given.module.named_parameters() if id(p) in theirs]
-        check_named_parameters(named)
-        return named
-    named = list(given)
-    check_named_parameters(named)
+        return list(check_named_parameters(named).items())
+    named = list(check_named_parameters(list(given)).items())
     return [(name, p) for name, p in named if not getattr(p, "_ddp_ignored", False)] or named
 
 

@@ -61,8 +61,8 @@ class HsdpState:
         self._at_the_end = at_the_end()
         # the running backward: autograd alone holds what it points to, and drops that also where backward breaks off
         self._backward: weakref.ref[partial[None]] | None = None
-        self._shards, self._named = shards_of(model)
-        check_named_parameters(list(self._named.items()))
+        self._shards, named = shards_of(model)
+        self._named = check_named_parameters(list(named.items()))
         self._comm, self._inside, ranks = joined(self._shards, between)
         self._exchange = Exchange(checked, self._comm, list(self._named), [], owner=OWNER, withholds=True)
         self._exchange.ranks = ranks
