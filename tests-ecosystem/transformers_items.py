@@ -151,9 +151,18 @@ def optimizer(folder):
     trainer.train()
     assert by_hand.same_as_ahead(trainer.model)
     updated(folder, epochs=2, save_strategy="epoch")
-    model = updated(folder, epochs=4, resume=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="training goes on")
+        model = updated(folder, epochs=4, resume=True)
     assert by_hand.same_as_ahead(model)
     assert by_hand.accuracy(model.network) > 0.5
+
+
+@item("UpdateOptimizer, save_only_model=True", "training goes on without residuals, and a warning says so")
+def optimizer_not_saved(folder):
+    updated(folder, epochs=2, save_strategy="epoch", save_only_model=True)
+    with pytest.warns(match="after step 24, but the checkpoint has no state of the optimizer"):
+        updated(folder, epochs=4, resume=True)
 
 
 @item("UpdateOptimizer, gradient_accumulation_steps=3", "same bits as by hand")

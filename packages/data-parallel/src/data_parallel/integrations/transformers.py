@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ HOW = (
 )
 FILE = "sparse_gradients.pt"
 OPTIMIZER_FILE = "optimizer.pt"  # as Trainer calls it
+WITHOUT = (
+    "training goes on after step {step:,}, but the checkpoint has no state of the optimizer, as with "
+    "save_only_model=True: what waits in residuals is lost, and moments and the warm-up begin anew"
+)
 
 
 class _Exchanging(TrainerCallback):  # type: ignore[misc] # transformers' types are not at hand
@@ -111,6 +116,8 @@ class DistributedOptimizers(_Exchanging):
 
     def _begin(self, args: TrainingArguments, state: TrainerState) -> None:
         left_to_optimizers(self._trainer.model_wrapped, [self._trainer.optimizer], how=HOW)
+        if state.global_step and not inner_of(self._trainer.optimizer).stats()["steps"]:
+            warnings.warn(WITHOUT.format(step=state.global_step), stacklevel=2)
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Gradients accumulate; another callback may read parameters, or write them."""
