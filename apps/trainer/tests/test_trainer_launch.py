@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -96,6 +97,36 @@ while True: time.sleep(0.02)
     )
     assert workers.start_workers("points", [], 2) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "points: error: stopped by SIGTERM\n"
+
+
+def test_a_signal_amid_the_handling_of_another_is_handed_on_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a shell's `timeout` sends them: to us, and to our group. Each reaches the launcher once."""
+    told = tmp_path / "told"
+    stand_in(
+        tmp_path,
+        monkeypatch,
+        f"""
+def tell(number, frame):
+    with open({str(told)!r}, "a") as file: print(number, file=file)
+    if open({str(told)!r}).read().count(chr(10)) == 2: os._exit(number)
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, tell)
+os.kill(os.getppid(), signal.SIGTERM)
+signal.alarm(60)
+while True: time.sleep(0.02)
+""",
+    )
+    begin = threading.Timer.start
+
+    def amid(timer: threading.Timer) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        begin(timer)
+
+    monkeypatch.setattr(threading.Timer, "start", amid)
+    assert workers.start_workers("points", [], 2) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+    assert sorted(map(int, told.read_text().split())) == [signal.SIGINT, signal.SIGTERM]
+    assert "error: stopped by SIG" in capsys.readouterr().err
 
 
 def test_a_signal_before_the_workers_are_there_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -37,7 +38,7 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
     command = [find_mpiexec(), "-n", str(workers), sys.executable, "-m", module, *argv]
     process: subprocess.Popen[bytes] | None = None
     waiting: list[int] = []  # signals that came while mpiexec was being started
-    stopped = 0
+    sent: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         del frame
@@ -46,15 +47,16 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
             hand_on(process)
 
     def hand_on(process: subprocess.Popen[bytes]) -> None:
-        nonlocal stopped
-        while waiting:
-            if not stopped:
-                grace = GRACE if time.time() - began > STARTING else STARTING
-                patience = threading.Timer(grace, process.kill)  # then the workers notice by themselves
-                patience.daemon = True
-                patience.start()
-            stopped = waiting.pop()
-            process.send_signal(stopped)
+        with suppress(IndexError):  # of a signal amid this, which hands on all that waits
+            while True:
+                first, number = not sent, waiting.pop()
+                sent.append(number)
+                if first:
+                    grace = GRACE if time.time() - began > STARTING else STARTING
+                    patience = threading.Timer(grace, process.kill)  # then the workers notice by themselves
+                    patience.daemon = True
+                    patience.start()
+                process.send_signal(number)
 
     began = time.time()
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -74,7 +76,8 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
     if code:
         remove_left_behind(began)
     forced = code < 0 or code in KILLED
-    if stopped and (forced or code in (stopped, ABORTED)):
+    if sent and (forced or code in (*sent, ABORTED)):
+        stopped = code if code in sent else sent[-1]
         complain(module, f"stopped by {signal.Signals(stopped).name}")
         return 128 + stopped
     if forced:
