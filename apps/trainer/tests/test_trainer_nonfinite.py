@@ -10,17 +10,23 @@ import torch
 from communicators import CollectiveError, SimulatedWorld
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.table import TABLE
 
 
+def without_statistics() -> torch.nn.Module:
+    """No batch normalisation, of which evaluation averages the statistics."""
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+
+
 def app_with_one_bad_image(app: App) -> App:
     def build(options: Options, device: torch.device) -> Any:
         task = app.build(options, device)
         task.points[7] = torch.inf
-        task.model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+        task.model = without_statistics()
         return task
 
     return replace(app, build=build)
@@ -60,6 +66,40 @@ def test_a_run_whose_steps_were_all_skipped_is_gone_on_with(app: App, options: C
     SimulatedWorld(2).run(lambda comm: run(bad, longer, comm))
     rows = read_metrics(RunFolder(given.output).metrics.path)
     assert [(row["steps"], row["skipped_steps"]) for row in rows] == [(3, 3), (6, 6)]
+
+
+PERIODIC = [name for name, entry in TABLE.items() if "sync_every" in {flag.name for flag in entry.flags}]
+
+
+@pytest.mark.parametrize("algorithm", PERIODIC)
+def test_no_checkpoint_is_made_of_parameters_that_are_not_finite_and_the_last_ones_stay(
+    app: App, options: Callable[..., Options], algorithm: str
+) -> None:
+    """Two epochs go well, then rank 1 has an infinite loss; an average, which would see it, is far away."""
+
+    def body(comm: Any) -> None:
+        def build(options: Options, device: torch.device) -> Any:
+            task = app.build(options, device)
+            task.model = without_statistics()
+            real, calls = task.loss, iter(range(100))
+
+            def loss(indices: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+                spoilt: bool = comm.rank == 1 and next(calls) >= 6
+                loss: torch.Tensor = real(indices, generator) * (torch.inf if spoilt else 1.0)
+                return loss
+
+            task.loss = loss
+            return task
+
+        run(replace(app, build=build), given, comm)
+
+    given = options(algorithm=algorithm, sync_every=90, max_epochs=9)
+    with pytest.raises(AgreedError, match=r"^NaN or inf in '.*weight' and . more: no checkpoint .* rank 1 of 2\)$"):
+        SimulatedWorld(2).run(body)
+    kept = RunFolder(given.output).checkpoints.complete()
+    assert [folder.name for folder in kept] == ["00000003", "00000006"]
+    for file in (file for folder in kept for file in folder.glob("rank*")):
+        assert all(bool(p.isfinite().all()) for p in torch.load(file, weights_only=True)["model"].values())
 
 
 def watched(task: Any, seen: list[dict[str, Any]]) -> Any:

@@ -166,7 +166,16 @@ class Replica:
         }
 
     def require_loadable(self, state: dict[str, Any]) -> None:
-        """RunError where a resume could not load what the task has returned for this state."""
+        """RunError where a resume could not load what the task has returned, or go on: from NaN or inf.
+
+        Periodic averaging sees these at its next boundary, by when no checkpoint of before might be left.
+        """
+        learns = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        if wrong := [name for name, p in learns if not bool(p.isfinite().all())]:
+            raise RunError(
+                f"NaN or inf in {wrong[0]!r} and {len(wrong) - 1} more: no checkpoint is made of that, the last one "
+                "stays; begin anew with a lower --lr, or with --clip-norm"
+            )
         if self.carries and (why := self._unlike(schema(_read_back(state["task"])))):
             raise RunError(_said(why))
 
