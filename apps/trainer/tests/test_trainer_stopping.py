@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from thinwire_trainer.agreement import LONGEST, AgreedStop
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import Stopped
+from thinwire_trainer.launching import ending
 from thinwire_trainer.launching.ending import StopRequest, exit_code
 from thinwire_trainer.launching.placement import Placement
 from thinwire_trainer.records.run_folder import RunFolder
@@ -211,13 +213,17 @@ def test_an_exit_amid_the_run_is_a_failure(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err.startswith("points: error: sys.exit(0) was called during the run")
 
 
-def test_only_a_first_signal_is_left_to_the_run_and_only_while_it_trains() -> None:
+def test_only_a_first_signal_is_left_to_the_run_and_only_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 100.0, 100.001, 100.002, 100.3, 200.0])
+    monkeypatch.setattr(ending, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     early = StopRequest()
     assert not early.takes(signal.SIGTERM)
     request = StopRequest()
     with request.deferred():
         assert request.takes(signal.SIGINT)
+        assert request.takes(signal.SIGINT)  # the same one, sent to the process and to its group
         assert not request.takes(signal.SIGTERM)
+        assert not request.takes(signal.SIGINT)
     assert request.number == signal.SIGINT
     ended = StopRequest()
     with ended.deferred():

@@ -73,6 +73,7 @@ FORWARD_SECONDS = 0.5  # in which mpiexec passes on what was written, before an 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PATIENCE = 20.0  # seconds that ranks have to agree and write; Slurm gives 30 before it kills
 LOOK = 1.0  # seconds between looks at the parent
+ECHO = 0.25  # seconds in which the same signal may come again: a shell's `timeout` signals a process, then its group
 FIRST_WORD = 0.5  # seconds that rank 0 has to speak for all
 SHOW_CURSOR = b"\x1b[?25h"  # which a progress bar hides
 
@@ -82,7 +83,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number = 0
-        self._deferred = False
+        self._came, self._deferred = 0.0, False
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -94,9 +95,11 @@ class StopRequest:
             self._deferred = bool(self.number)  # what is under way is ended in peace
 
     def takes(self, number: int) -> bool:
-        """Whether this signal is left to the run."""
-        first, self.number = not self.number, self.number or number
-        return first and self._deferred
+        """Whether this signal is left to the run: the first one, and its echoes."""
+        now = time.monotonic()
+        if not self.number:
+            self.number, self._came = number, now
+        return self._deferred and number == self.number and now - self._came < ECHO
 
 
 @contextmanager
