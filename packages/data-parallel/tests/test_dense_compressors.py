@@ -447,8 +447,8 @@ def test_elements_are_counted_in_time_that_grows_with_the_tensors():
         assert powersgd_elements(shapes, 2) == (16 * many, 16 * many)
         return time.process_time() - begin
 
-    few, many = (min(seconds(n) for _ in range(3)) for n in (2_000, 16_000))
-    assert many < 24 * few  # squares are 64 times as many
+    few, many = (min(seconds(n) for _ in range(3)) for n in (2_000, 64_000))
+    assert many < 180 * few  # as many are 32 times, squares 1,024 times; cores are shared
 
 
 def test_dense_steps_are_counted_on_through_another_number_of_ranks():
