@@ -27,7 +27,7 @@ def mpiexec(forking):
     interpreters: each rank is one of its own, with its own seed of hashes, and not a fork of one that has torch.
     """
 
-    def launch(n, *command, timeout=100, interpreters=False):
+    def launch(n, *command, timeout=200, interpreters=False):
         python = [sys.executable] if interpreters else [sys.executable, "-IS", HERE / "mpi_rank.py", forking]
         command = [str(MPIEXEC), "-n", str(n), *map(str, [*python, *command])]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -107,7 +107,7 @@ def free_port():
 def processes(forked, free_port):
     """processes(n, *command) -> a CompletedProcess for each rank; env:// finds the others."""
 
-    def launch(n, *command, timeout=100):
+    def launch(n, *command, timeout=200):
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(n)}
         return forked(command, [{**world, "RANK": str(rank)} for rank in range(n)], timeout, os.getcwd())
 
